@@ -1,0 +1,307 @@
+"""The wire protocol, version 1: what travels through Redis, as msgpack maps.
+
+`Job` goes in, `Delta` and `Reply` come out. The models below are the whole truth about field names, types and bounds;
+docs/protocol.md explains them and tests/golden/protocol_v1.json pins their bytes.
+
+Two rules of evolution: an unknown *top-level* key of a job is rejected (`unsupported_field`), because ignoring a
+sampling field would silently change the text; unknown keys of replies are ignored, so that an older client can read a
+newer worker's answer.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Final, Literal, Self
+
+import msgpack
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from edgellm_producer.errors import JobRejected, ProtocolError
+from edgellm_producer.keys import ID_PATTERN, NAME_PATTERN, Priority
+
+VERSION: Final = 1
+MAX_JOB_BYTES: Final = 1 << 20
+MAX_NESTING: Final = 32
+MAX_STOP_STRINGS: Final = 16
+MAX_TOP_LOGPROBS: Final = 20
+DEFAULT_MAX_TOKENS: Final = 256
+DEFAULT_REPLY_TTL_S: Final = 3600
+
+NOT_BUILT: Final = frozenset({"response_format", "tool_choice"})
+"""Fields of version 1 that this release refuses by name when they ask for something (see `Job.unbuilt_field`)."""
+
+
+class Status(StrEnum):
+    OK = "ok"
+    REJECTED = "rejected"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class ErrorCode(StrEnum):
+    """Why a job has no (complete) result. The first block is the producer's fault, the second the fleet's."""
+
+    INVALID_FIELD = "invalid_field"
+    UNSUPPORTED_FIELD = "unsupported_field"
+    UNSUPPORTED_VERSION = "unsupported_version"
+    MALFORMED = "malformed"
+    TOO_LARGE = "too_large"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    MODEL_NOT_FOUND = "model_not_found"
+    TEMPLATE_ERROR = "template_error"
+    TIMEOUT = "timeout"
+    IDEMPOTENCY_CONFLICT = "idempotency_conflict"
+
+    ENGINE_ERROR = "engine_error"
+    TOO_MANY_ATTEMPTS = "too_many_attempts"
+    POISON = "poison"
+    CANCELLED = "cancelled"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+
+def _bias_keys(value: object) -> object:
+    """OpenAI bodies spell token ids as strings; both spellings are the same map."""
+    if isinstance(value, dict):
+        return {int(k) if isinstance(k, str) and k.isdigit() else k: v for k, v in value.items()}
+    return value
+
+
+def _one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
+Finite = Annotated[float, Field(strict=True)]
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Field(strict=True, ge=-100, le=100)]],
+    BeforeValidator(_bias_keys),
+    Field(max_length=1024),
+]
+StopStrings = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=256)]],
+    BeforeValidator(_one_or_many),
+    Field(max_length=MAX_STOP_STRINGS),
+]
+
+
+class Job(_Model):
+    """One generation job. Exactly one of `prompt`, `messages`, `prompt_token_ids` is given.
+
+    Sampling fields left out (`None`) take the checkpoint's generation_config, then the documented constants.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    v: Annotated[Literal[1], Field(strict=True)] = VERSION
+    id: Annotated[str, Field(pattern=ID_PATTERN)]
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)] | None = None
+    prompt_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=1 << 31)] | None = None
+    temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
+    logit_bias: LogitBias | None = None
+    seed: Annotated[int, Field(strict=True, ge=0, lt=1 << 63)] | None = None
+    stop: StopStrings | None = None
+    ignore_eos: Annotated[bool, Field(strict=True)] = False
+    logprobs: Annotated[bool, Field(strict=True)] = False
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    response_format: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=256)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    stream: Annotated[bool, Field(strict=True)] = False
+    priority: Priority = Priority.NORMAL
+    timeout_s: Annotated[float, Field(strict=True, le=7 * 86400)] | None = None
+    idempotency_key: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x20{}\x7f]+$")] | None = None
+    tenant: Annotated[str, Field(pattern=NAME_PATTERN)] | None = None
+    reply_ttl_s: Annotated[int, Field(strict=True, ge=1, le=7 * 86400)] = DEFAULT_REPLY_TTL_S
+    traceparent: Annotated[str, Field(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")] | None = None
+    metadata: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        given = [n for n in ("prompt", "messages", "prompt_token_ids") if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of prompt, messages, prompt_token_ids is required, got {given or 'none'}")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.messages is None and (self.tools or self.chat_template_kwargs):
+            raise ValueError("tools and chat_template_kwargs need messages")
+        return self
+
+    def unbuilt_field(self) -> str | None:
+        """The first field that asks for something this release cannot do, or None."""
+        if self.response_format is not None and self.response_format != {"type": "text"}:
+            return "response_format"
+        if self.tool_choice not in {None, "auto", "none"} if not isinstance(self.tool_choice, dict) else True:
+            return "tool_choice"
+        return None
+
+
+class Usage(_Model):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+
+class Timings(_Model):
+    """All in milliseconds of the server's or the worker's monotonic time."""
+
+    queue_ms: float = 0.0
+    batch_wait_ms: float = 0.0
+    prefill_ms: float = 0.0
+    time_to_first_token_ms: float = 0.0
+    generation_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+class Speculative(_Model):
+    """What drafting did for this job. `method` is "mtp", or why drafting was off ("off: ...").
+
+    mean_acceptance_length is 1 + accepted / steps; acceptance_histogram[n] counts the steps that accepted n drafts.
+    """
+
+    method: str = "off"
+    mean_acceptance_length: float = 1.0
+    draft_acceptance_rate: float = 0.0
+    acceptance_histogram: list[int] = []
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+
+
+class TopLogprob(_Model):
+    token_id: int
+    token: str
+    logprob: float
+
+
+class TokenLogprob(_Model):
+    """The raw model distribution's log-probability of one output token (before temperature and filters)."""
+
+    token_id: int
+    token: str
+    logprob: float
+    top_logprobs: list[TopLogprob] = []
+
+
+class ErrorInfo(_Model):
+    code: str
+    message: str
+    field: str | None = None
+
+
+class BatchInfo(_Model):
+    """The admission group this job ran in."""
+
+    id: str
+    size: int
+    engine: str
+
+
+class Delta(_Model):
+    """One streamed piece. `offset_tokens` counts from the attempt's first token; a new attempt starts at 0 again."""
+
+    attempt: int
+    offset_tokens: int
+    text: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+
+
+class Reply(_Model):
+    """The one answer of a job (the `done` entry of its reply stream)."""
+
+    v: int = VERSION
+    id: str
+    status: Status
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    seed: int | None = None
+    finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    speculative: Speculative = Speculative()
+    batch: BatchInfo | None = None
+    attempt: int = 0
+    worker: str = ""
+    reply_ttl_s: int = DEFAULT_REPLY_TTL_S
+
+
+def encode(message: BaseModel) -> bytes:
+    """One message as msgpack; fields that hold their default are left out of jobs, kept in replies."""
+    packed: bytes = msgpack.packb(message.model_dump(mode="python", exclude_none=True, exclude_defaults=False))
+    return packed
+
+
+def _nesting(value: object, depth: int = 0) -> int:
+    if depth > MAX_NESTING:
+        return depth
+    if isinstance(value, dict):
+        return max((_nesting(v, depth + 1) for v in value.values()), default=depth + 1)
+    if isinstance(value, list):
+        return max((_nesting(v, depth + 1) for v in value), default=depth + 1)
+    return depth
+
+
+def unpack(payload: bytes, *, limit: int = MAX_JOB_BYTES) -> dict[str, Any]:
+    """Bytes to a plain map, bounded in size and nesting; `ProtocolError` for anything else."""
+    if len(payload) > limit:
+        raise ProtocolError(f"message of {len(payload)} bytes is over the limit of {limit}")
+    try:
+        value = msgpack.unpackb(payload, raw=False, strict_map_key=False)
+    except Exception as error:  # msgpack raises a family of unrelated types
+        raise ProtocolError(f"not msgpack: {type(error).__name__}") from error
+    if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
+        raise ProtocolError("not a map with string keys")
+    if _nesting(value) > MAX_NESTING:
+        raise ProtocolError(f"nested deeper than {MAX_NESTING} levels")
+    return value
+
+
+def job_from(fields: dict[str, Any]) -> Job:
+    """Validate a job; `JobRejected` names the first offending field in the words of the protocol."""
+    version = fields.get("v", VERSION)
+    if version != VERSION:
+        raise JobRejected(ErrorCode.UNSUPPORTED_VERSION, f"version {version!r}, this side speaks {VERSION}", field="v")
+    try:
+        return Job.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"][:2]) or None
+        code = ErrorCode.UNSUPPORTED_FIELD if first["type"] == "extra_forbidden" else ErrorCode.INVALID_FIELD
+        raise JobRejected(code, first["msg"], field=field) from error
+
+
+def decode_job(payload: bytes) -> Job:
+    return job_from(unpack(payload))
+
+
+def decode_reply(payload: bytes) -> Reply:
+    return Reply.model_validate(unpack(payload, limit=1 << 30))
+
+
+def decode_delta(payload: bytes) -> Delta:
+    return Delta.model_validate(unpack(payload, limit=1 << 30))
