@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -17,7 +17,8 @@ class Delivery:
 
     attempt        how often it was handed to an engine before (0 for a fresh job)
     enqueued_at_ms server time of the submit, also for retries; deadline_ms likewise, None without timeout
-    taken_at       this process's monotonic seconds when the read returned
+    taken_at       this process's monotonic seconds when the read returned; taken_at_ms the server's time of that read,
+                   so that ages and deadlines never compare two machines' clocks
     runs_alone     its last holder vanished while it ran: give it a batch of its own
     """
 
@@ -28,6 +29,7 @@ class Delivery:
     enqueued_at_ms: int
     deadline_ms: int | None
     taken_at: float
+    taken_at_ms: int
     runs_alone: bool = False
     solo_kills: int = 0
 
@@ -68,6 +70,18 @@ class QueueStats:
         return sum(self.length.values()) - self.pending
 
 
+@dataclass(frozen=True, slots=True)
+class QueueCounters:
+    """This worker's own totals since `open`. `answered` counts jobs answered inside `take` and `sweep` (malformed,
+    expired, cancelled before start) by `ErrorCode`; `renewal_age_s` is how long ago leases were last renewed.
+    """
+
+    num_reclaimed: int = 0
+    num_reconnects: int = 0
+    renewal_age_s: float = 0.0
+    answered: Mapping[str, int] = field(default_factory=dict)
+
+
 class WorkerQueue(Protocol):
     """All methods raise `QueueUnavailable` when Redis cannot be reached or refuses; the caller keeps what it has."""
 
@@ -101,6 +115,9 @@ class WorkerQueue(Protocol):
     async def retry(self, delivery: Delivery, *, delay_s: float, reason: str, solo_kill: bool = False) -> None:
         """Back to the queue after an infrastructure fault (never for the job's own)."""
 
+    def forget(self, deliveries: Sequence[Delivery]) -> None:
+        """Stop renewing these at once, without asking Redis: their lease runs out and another worker takes them."""
+
     def lost(self) -> set[str]:
         """Ids of held jobs whose lease another worker took; cleared by reading."""
 
@@ -111,6 +128,9 @@ class WorkerQueue(Protocol):
 
     async def sweep(self) -> None:
         """Promote delayed and held, expire, reap consumers; called every sweep interval."""
+
+    @property
+    def counters(self) -> QueueCounters: ...
 
     @property
     def last_reply_age_s(self) -> float:
