@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final
 
-from edgellm_worker.engine.errors import EngineFault
+from edgellm_worker.engine.errors import CapacityError, CheckpointError, EngineFault
 
 
 class WorkerError(Exception):
@@ -57,6 +57,8 @@ class ExitCode(IntEnum):
 EXIT_CODES: Final[tuple[tuple[type[Exception], ExitCode], ...]] = (
     (ConfigError, ExitCode.OPERATOR),
     (ModelConflict, ExitCode.OPERATOR),
+    (CheckpointError, ExitCode.OPERATOR),
+    (CapacityError, ExitCode.OPERATOR),
     (QueueUnavailable, ExitCode.REDIS),
     (EngineFault, ExitCode.ENGINE),
 )
