@@ -5,6 +5,7 @@ EngineFault
 ├── BuildError        a network or bundle cannot be built; the operator's or the library's
 ├── CapacityError     limits that contradict each other or do not fit the device; no free slot
 ├── RequestError      this request can never run here: `field`; the producer's to mend
+├── RowError          one row's numbers went bad; that row fails, its neighbours run on
 └── EngineError       the engine broke while running; its rows may be tried again
 """
 
@@ -39,6 +40,10 @@ class RequestError(EngineFault):
         self.field = field
         self.message = message
         self.code = code
+
+
+class RowError(EngineFault):
+    pass
 
 
 class EngineError(EngineFault):

@@ -1,0 +1,251 @@
+"""One row's own token from the model's scores: penalties, bias, temperature, top_k, top_p, min_p, then Gumbel-max.
+
+    temperature 0    argmax of the penalised logits, ties by lowest id
+    temperature > 0  argmax over the kept tokens of  l(v) / T + G(seed, position, v)          (noise.py)
+
+What is kept, in order, each rule looking at what the one before left (z = penalised logits / T):
+
+    top_k   the k largest z, ties at the boundary by lowest id; 0 is off
+    top_p   the shortest prefix, by falling z and ties by lowest id, whose probability reaches top_p; at least one token
+    min_p   tokens with a probability of at least min_p times the largest
+
+The scores of one position come in two forms that give the same token: all logits, or the best candidates with the
+log-sum-exp of all. Candidates are enough when nothing outside them can be drawn; `RowSampler.needs_dense` says for
+which rows they are not. Log-probabilities are of the raw distribution: softmax of the logits before any of the above.
+
+Drafts are drawn from the draft head's scores by the same rule with the same noise. The two argmaxes then agree far more
+often than two independent draws would (Daliri, Musco, Suresh 2024, drafter-invariant speculative decoding), and what is
+emitted is the target's own token whatever the draft was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm_worker.engine.api import SamplingParams, TokenLogprobs
+from edgellm_worker.engine.errors import RequestError, RowError
+from edgellm_worker.engine.runtime.noise import MAX_GUMBEL, MIN_GUMBEL, gumbel, noise_key
+from edgellm_worker.engine.runtime.penalties import Penalties
+
+NUM_CANDIDATES: Final = 64
+"""How many candidates per position an engine hands over: enough for every top_k up to it and for top_logprobs."""
+
+_FIRST_SORT: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseScores:
+    """All logits of one position: float32 [V]."""
+
+    logits: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CandidateScores:
+    """The min(NUM_CANDIDATES, V) or more best logits of one position, falling, equal ones by rising id: [K] and [K].
+
+    `log_sum_exp` is over the whole vocabulary.
+    """
+
+    values: NDArray[np.float32]
+    ids: NDArray[np.integer]
+    log_sum_exp: float
+
+
+Scores = DenseScores | CandidateScores
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """`logprobs` is None unless the row asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Raise `RequestError` naming the field that no sampler can serve."""
+    in_range = {
+        "temperature": 0 <= params.temperature < math.inf,
+        "top_p": 0 < params.top_p <= 1,
+        "top_k": params.top_k >= 0,
+        "min_p": 0 <= params.min_p <= 1,
+        "repetition_penalty": 0 < params.repetition_penalty < math.inf,
+        "frequency_penalty": math.isfinite(params.frequency_penalty),
+        "presence_penalty": math.isfinite(params.presence_penalty),
+        "seed": 0 <= params.seed < 1 << 64,
+        "top_logprobs": params.top_logprobs is None or 0 <= params.top_logprobs <= vocab_size,
+    }
+    for name, good in in_range.items():
+        if not good:
+            raise RequestError(name, f"{getattr(params, name)} is out of range")
+    for token_id, bias in params.logit_bias.items():
+        if not 0 <= token_id < vocab_size:
+            raise RequestError("logit_bias", f"token id {token_id} is outside the vocabulary of {vocab_size}")
+        if not math.isfinite(bias):
+            raise RequestError("logit_bias", f"bias of token {token_id} is not a finite number")
+
+
+def top_indices(values: NDArray[np.floating], k: int) -> NDArray[np.int64]:
+    """Indices of the k largest of values [V], falling, equal ones by rising index."""
+    if k < values.size:
+        threshold = np.partition(values, values.size - k)[values.size - k]
+        above = np.flatnonzero(values > threshold)
+        level = np.flatnonzero(values == threshold)[: k - above.size]
+        chosen = np.sort(np.concatenate((above, level)))
+    else:
+        chosen = np.arange(values.size)
+    return chosen[np.argsort(-values[chosen], kind="stable")]
+
+
+def log_sum_exp(logits: NDArray[np.floating]) -> float:
+    """The log-sum-exp of logits [V], in float64."""
+    top = float(logits.max())
+    return top + math.log(float(np.exp(logits - top, dtype=np.float64).sum()))
+
+
+class RowSampler:
+    """Draws the tokens of one row. `commit` is the only thing that changes it: `draw` and `draft` are pure."""
+
+    __slots__ = ("_log_min_p", "_params", "_penalties")
+
+    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        self._params = params
+        self._penalties = Penalties(params, prompt_token_ids)
+        self._log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+
+    @property
+    def is_greedy(self) -> bool:
+        return self._params.temperature == 0.0
+
+    @property
+    def needs_dense(self) -> bool:
+        """Whether `NUM_CANDIDATES` candidates cannot serve this row exactly."""
+        wide = (self._params.top_logprobs or 0) > NUM_CANDIDATES
+        cut = self.is_greedy or 0 < self._params.top_k <= NUM_CANDIDATES
+        return wide or not cut or not self._penalties.is_neutral
+
+    def commit(self, token_id: int) -> None:
+        """The token became output: it counts in the penalties from now on."""
+        self._penalties.count(token_id)
+
+    def draw(self, scores: Scores, position: int) -> Draw:
+        """The row's own token at absolute index `position` of prompt + output.
+
+        Raises `RowError` when the scores are not numbers, `ValueError` for candidates where `needs_dense`.
+        """
+        if isinstance(scores, CandidateScores) and self.needs_dense:
+            raise ValueError(f"candidates cannot serve {self._params}")
+        return self.with_logprobs(self._choose(scores, position), scores)
+
+    def draft(self, scores: Scores, position: int) -> int:
+        """A proposal for `position` from the draft head's scores; candidates will do, a draft need not be exact."""
+        return self._choose(scores, position)
+
+    def draw_together(self, scores: Sequence[Scores], position: int) -> list[int] | None:
+        """The tokens of consecutive positions at once, each as `draw` gives it; None where they must go one by one:
+        a committed token would change the next distribution, or the scores are not alike candidates.
+        """
+        if self.needs_dense or self.is_greedy:
+            return None
+        candidates = [s for s in scores if isinstance(s, CandidateScores)]
+        if len({s.ids.size for s in candidates}) != 1 or len(candidates) != len(scores):
+            return None
+        values = np.array([s.values for s in candidates], np.float64)
+        _require_finite(values[:, 0].sum())
+        ids = np.array([s.ids for s in candidates], np.int64)
+        return self._race(values, ids, range(position, position + len(scores)))
+
+    def with_logprobs(self, token_id: int, scores: Scores) -> Draw:
+        """The token with the raw log-probabilities the row asked for."""
+        num_top = self._params.top_logprobs
+        if num_top is None:
+            return Draw(token_id)
+        if isinstance(scores, DenseScores):
+            logits, total = scores.logits, log_sum_exp(scores.logits)
+            best = top_indices(logits, num_top) if num_top else np.empty(0, np.int64)
+            own, top_ids, top_values = float(logits[token_id]), best, logits[best]
+        else:
+            total = scores.log_sum_exp
+            own = float(scores.values[np.flatnonzero(scores.ids == token_id)[0]])
+            top_ids, top_values = scores.ids[:num_top].astype(np.int64), scores.values[:num_top]
+        top = tuple((i, v - total) for i, v in zip(top_ids.tolist(), top_values.tolist(), strict=True))
+        return Draw(token_id, TokenLogprobs(logprob=own - total, top=top))
+
+    def _choose(self, scores: Scores, position: int) -> int:
+        if isinstance(scores, DenseScores):
+            return self._choose_dense(scores.logits, position)
+        _require_finite(scores.values[0])
+        if self.is_greedy:
+            return int(scores.ids[0])
+        values, ids = scores.values.astype(np.float64), scores.ids.astype(np.int64)
+        return self._race(values[None], ids[None], (position,))[0]
+
+    def _choose_dense(self, raw: NDArray[np.float32], position: int) -> int:
+        logits: NDArray[np.floating] = raw if self._penalties.is_neutral else self._penalties.applied(raw)
+        best = int(logits.argmax())
+        _require_finite(logits[best])
+        if self.is_greedy:
+            return best
+        params = self._params
+        if params.top_k:
+            chosen = top_indices(logits, params.top_k)
+            return self._race(logits[None, chosen].astype(np.float64), chosen[None], (position,))[0]
+        if params.top_p < 1.0:
+            return self._choose_nucleus(logits, position)
+        floor = max(self._log_min_p, MIN_GUMBEL - MAX_GUMBEL) * params.temperature
+        chosen = np.flatnonzero(logits >= logits[best] + floor)
+        z = (logits[chosen].astype(np.float64) - float(logits[best])) / params.temperature
+        z += gumbel(self._keys((position,))[0], chosen)
+        return int(chosen[z.argmax()])
+
+    def _choose_nucleus(self, logits: NDArray[np.floating], position: int) -> int:
+        """top_p over the whole vocabulary: only as many logits are sorted as the prefix needs."""
+        z = logits.astype(np.float64)
+        z -= z.max()
+        z /= self._params.temperature
+        weights = np.exp(z)
+        total = weights.sum()
+        chosen = top_indices(logits, _FIRST_SORT)
+        if weights[chosen].sum() <= self._params.top_p * total:
+            chosen = top_indices(logits, logits.size)
+        return self._race(logits[None, chosen].astype(np.float64), chosen[None], (position,), total)[0]
+
+    def _race(
+        self,
+        values: NDArray[np.float64],
+        ids: NDArray[np.int64],
+        positions: Sequence[int],
+        total: float | None = None,
+    ) -> list[int]:
+        """The winning token of each position; values and ids [N, K], falling by value.
+
+        `total` is the sum of exp(z - z_max) over everything that top_p counts, where that is more than is listed.
+        """
+        params = self._params
+        if params.top_k:
+            values, ids = values[:, : params.top_k], ids[:, : params.top_k]
+        z = (values - values[:, :1]) / params.temperature
+        score = z + gumbel(self._keys(positions), ids)
+        if params.top_p < 1.0:
+            reached = np.exp(z).cumsum(axis=1)
+            whole = reached[:, -1:] if total is None else total
+            score[:, 1:][reached[:, :-1] >= params.top_p * whole] = -np.inf
+        if params.min_p > 0.0:
+            score[z < self._log_min_p] = -np.inf
+        winners: list[int] = ids[np.arange(len(ids)), score.argmax(axis=1)].tolist()
+        return winners
+
+    def _keys(self, positions: Sequence[int]) -> NDArray[np.uint64]:
+        return np.array([[noise_key(self._params.seed, position)] for position in positions], np.uint64)
+
+
+def _require_finite(best: np.floating) -> None:
+    if not np.isfinite(best):
+        raise RowError(f"the model's scores are not numbers: the largest is {best}")
