@@ -117,6 +117,7 @@ class RowUpdate:
     num_drafted    drafts verified in this step; num_accepted of them became tokens (0 in a prefill step).
                    Both count engine work, also for tokens that a stop then cut.
     error          a message; finish_reason is then ERROR and the row is already gone
+    drafting_off   why this row is not drafted by an engine that drafts, or None
     """
 
     row_id: int
@@ -127,6 +128,7 @@ class RowUpdate:
     num_accepted: int = 0
     is_verify: bool = True
     error: str | None = None
+    drafting_off: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
