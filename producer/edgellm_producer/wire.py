@@ -103,7 +103,7 @@ class Job(_Model):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    v: Annotated[Literal[1], Field(strict=True)] = VERSION
+    v: Literal[1] = VERSION
     id: Annotated[str, Field(pattern=ID_PATTERN)]
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)] | None = None
