@@ -90,7 +90,6 @@ class InFlightEngine:
         except (RuntimeError, ValueError, self._loaded.module.SubmitError) as error:
             row.fail(f"the runtime refuses this request: {error}")
             return
-        row.attach(handle.stream())
         self._seats[row_id] = _Seat(row, handle)
         self._book.prompts_submitted([row])
 

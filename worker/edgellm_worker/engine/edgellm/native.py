@@ -58,11 +58,11 @@ class Capabilities:
 
 def accepted_parameters(function: Callable[..., Any]) -> frozenset[str]:
     """Names of the parameters of `function`, over all overloads of a pybind11 function."""
+    documented = frozenset(_PARAMETER.findall(function.__doc__ or ""))
     try:
-        parameters = inspect.signature(function).parameters
+        return documented | frozenset(inspect.signature(function).parameters)
     except ValueError:
-        return frozenset(_PARAMETER.findall(function.__doc__ or ""))
-    return frozenset(parameters)
+        return documented
 
 
 def detect(module: Any) -> Capabilities:
@@ -70,7 +70,7 @@ def detect(module: Any) -> Capabilities:
     engine = getattr(module, "RequestEngine", None)
     return Capabilities(
         batched_drafting=draft_settings <= accepted_parameters(module.LLMRuntime.__init__)
-        and hasattr(module.LLMGenerationRequest, "stream_channels"),
+        and hasattr(module.LLMGenerationRequest(), "stream_channels"),
         in_flight=engine is not None,
         in_flight_drafting=engine is not None and draft_settings <= accepted_parameters(engine.__init__),
         drafting_counters=hasattr(module.LLMRuntime, "get_spec_decode_generation_metrics"),

@@ -34,8 +34,6 @@ class PromptText:
                 (i for i, (a, b) in enumerate(zip(token_ids, again, strict=False)) if a != b),
                 min(len(again), len(token_ids)),
             )
-            message = (
-                f"this engine's runtime takes text, and no text gives these ids (they part at position {position})"
-            )
+            message = f"this engine's runtime takes text, but no text gives these ids (first at position {position})"
             raise RequestError("prompt_token_ids", message)
         return text

@@ -34,7 +34,7 @@ from edgellm_worker.engine.edgellm.native import NativeRuntime
 from edgellm_worker.engine.edgellm.prompt import PromptText
 from edgellm_worker.engine.edgellm.rows import Row
 from edgellm_worker.engine.edgellm.rules import EdgeLlmRules, drafting_off
-from edgellm_worker.engine.errors import CapacityError, EngineError
+from edgellm_worker.engine.errors import CapacityError
 
 _LOG = logging.getLogger(__name__)
 
