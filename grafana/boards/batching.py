@@ -25,13 +25,22 @@ BOARD: Final = Board(
             "full: the wanted case under load. linger: waited for company in vain.",
             unit=Unit.PER_SECOND,
         ),
-        time("Mean batch size", {"jobs": mean("batch_size")}, "Mean of the heatmap.", when_empty=IDLE),
+        time(
+            "Mean batch size",
+            {"rows per step": mean("step_rows"), "jobs per group": mean("batch_size")},
+            "Rows per step is what ran together: with rows joining in flight it passes jobs per group.",
+            when_empty=IDLE,
+        ),
         time(
             "Slots",
             {"busy": gauge("slots_busy"), "total": gauge("slots_total")},
             "Busy slots are rows that the engine advances in each step.",
         ),
-        quantiles("Wait for company (linger)", "batch_wait_seconds", "What a job spends in a forming batch."),
+        quantiles(
+            "Age of a group when it closes",
+            "batch_wait_seconds",
+            "Of its oldest job since submit; includes the linger.",
+        ),
         time(
             "Engine idle",
             {"{{instance}}": rate("engine_idle_seconds_total", by="instance")},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from grafana.panel import Board, Unit
+from grafana.panel import Board, Kind, Panel, Query, Unit
 from grafana.promql import gauge, rate, ratio
 from grafana.shapes import NO_DEVICE, TOKENS, time
 
@@ -75,10 +75,12 @@ BOARD: Final = Board(
             "1 while the source answers. A missing source leaves its panels empty: absent is never 0.",
             max_value=1,
         ),
-        time(
-            "Slots",
-            {"busy": gauge("slots_busy"), "total": gauge("slots_total")},
-            "Rows that run at once.",
+        Panel(
+            "Power mode",
+            Kind.STATES,
+            (Query(gauge("device_power_mode", by="instance, mode", agg="max") + " > 0", "{{instance}} {{mode}}"),),
+            "The mode that nvpmodel set: it caps clocks and power.",
+            when_empty=NO_DEVICE,
         ),
     ),
 )

@@ -25,12 +25,13 @@ BOARD: Final = Board(
             {
                 "unread (lag)": shared("queue_lag"),
                 "read, unanswered (pending)": shared("queue_pending"),
+                "held for busy tenants": shared("queue_held"),
                 "delayed retries": shared("queue_delayed"),
                 "dead letters": shared("queue_dead"),
             },
             "Lag that grows while pending is flat: the workers are full.",
         ),
-        quantiles("Time in queue", "request_queue_time_seconds", "From submit to the start of its batch."),
+        quantiles("Time in queue", "request_queue_time_seconds", "From submit until a worker read it."),
         time(
             "Redeliveries",
             {
