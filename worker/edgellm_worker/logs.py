@@ -1,0 +1,59 @@
+"""Logs: one event per line on standard error, as text or JSON; one event per job and per batch.
+
+No prompt and no output text is ever logged. Whatever came from outside is quoted, so that a job cannot forge a line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import MutableMapping
+from enum import StrEnum
+from typing import Any, TextIO
+
+import structlog
+
+
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+def _as_text(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> str:
+    head = f"{event.pop('timestamp')} {event.pop('level', 'info'):<7} {_plain(event.pop('event', ''), spaces=True)}"
+    return " ".join([head, *(f"{key}={_plain(value)}" for key, value in event.items())])
+
+
+def _plain(value: object, *, spaces: bool = False) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    is_plain = text.isprintable() and '"' not in text and (spaces or " " not in text)
+    return text if is_plain else json.dumps(text)
+
+
+def configure_logs(form: LogFormat, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
+    """Called once, by the command line. `stream` defaults to standard error."""
+    renderer = structlog.processors.JSONRenderer(default=str) if form is LogFormat.JSON else _as_text
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(file=stream or sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    bridge = logging.getLogger("edgellm_worker")
+    bridge.handlers = [_Bridge()]
+    bridge.setLevel(level)
+    bridge.propagate = False
+
+
+class _Bridge(logging.Handler):
+    """The engine package logs through the standard library, so that it depends on nothing; here it joins the rest."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = structlog.get_logger(record.name)
+        log.log(record.levelno, record.getMessage(), source=record.name)
