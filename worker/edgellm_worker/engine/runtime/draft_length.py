@@ -24,11 +24,11 @@ from typing import Final, Protocol
 
 SWITCH_GAIN: Final = 1.02
 DWELL_STEPS: Final = 4
-LOOK_SHARE: Final = 0.015
-LOOK_EVERY_STEPS: Final = 8
-MEMORY_ROWS: Final = 256.0
-MEMORY_STEPS: Final = 16.0
-OUTLIER: Final = 3.0
+LOOK_SHARE: Final = 0.01
+LOOK_EVERY_STEPS: Final = 16
+MEMORY_ROWS: Final = 512.0
+MEMORY_STEPS: Final = 64.0
+OUTLIER: Final = 1.5
 _PRIOR_SHARE: Final = 0.7
 _PRIOR_ROWS: Final = 2.0
 _GUESSED_GROWTH: Final = 0.05
