@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from edgellm_producer.keys import Keys
+from edgellm_worker.config import Settings, variable_name
 from grafana.panel import DATASOURCE
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +23,8 @@ WORKERS = {name: service for name, service in SERVICES.items() if name.startswit
 KUBERNETES = list(yaml.safe_load_all((ROOT / "deploy/kubernetes/edgellm-worker.yaml").read_text(encoding="utf-8")))
 UNIT = (ROOT / "deploy/edgellm-worker.service").read_text(encoding="utf-8")
 DOCKERFILES = sorted((ROOT / "deploy").glob("Dockerfile.*"))
-METRICS_PORT = 9108
-GRACE_S = 30
+METRICS_PORT = Settings.model_fields["metrics_port"].default
+GRACE_S = Settings.model_fields["grace_s"].default
 
 
 def kind(name: str) -> list[dict]:
@@ -154,6 +155,19 @@ def test_unit_drains_before_systemd_kills():
     assert int(settings["TimeoutStopSec"]) > GRACE_S
     assert int(settings["WatchdogSec"]) > 0
     assert settings["RestartPreventExitStatus"] == "2"
+
+
+def test_every_variable_that_is_set_is_a_setting():
+    known = {variable_name(field) for field in Settings.model_fields}
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "docker-compose.yml", *DOCKERFILES)]
+    used = set(re.findall(r"\bEDGELLM_[A-Z_]+", "\n".join([*texts, UNIT, json.dumps(KUBERNETES)])))
+    assert {"EDGELLM_REDIS_URL", "EDGELLM_MODEL"} <= used
+    assert used <= known
+
+
+def test_the_cpu_image_serves_the_bundled_checkpoint():
+    (path,) = re.findall(r"EDGELLM_MODEL=\S+/site-packages/(\S+)", DOCKERFILES[0].read_text(encoding="utf-8"))
+    assert (ROOT / "worker" / path / "model.safetensors").exists()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
