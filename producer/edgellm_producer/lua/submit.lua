@@ -1,0 +1,75 @@
+-- SUBMIT, for one job or many in order.
+-- ARGV, eight per job: id, lane, tenant, timeout_ms, reply_ttl_ms, idempotency key, digest of the body, envelope
+-- Reply, one per job: {'queued', entry or '', time} {'known', id} {'conflict', id} {'full', length, limit}
+-- Sending it twice is harmless: the second run finds job:<id> or done:<id> and answers `known`.
+local FIELDS = 8
+local WEEK_MS = 7 * DAY_MS
+local now = now_ms()
+local bounds = redis.call('HMGET', KEYS[1], 'max_jobs', 'tenant_max_jobs')
+local limit = tonumber(bounds[1]) or 10000
+local length = queue_length()
+
+local function tenant_room(tenant)
+  local own = tonumber(redis.call('HGET', KEYS[1], 'tenant_max_jobs:' .. tenant)) or tonumber(bounds[2])
+  if not own then return nil end
+  local count = 0
+  for _, lane in ipairs(LANES) do
+    count = count + (tonumber(redis.call('HGET', tenants_key(lane), tenant)) or 0)
+    count = count + redis.call('LLEN', held_key(lane, tenant))
+  end
+  if count >= own then return {'full', text(count), text(own)} end
+end
+
+-- A key whose job is gone without an answer (an outage, a flush) blocks nobody.
+local function known(id, dedup, digest)
+  if redis.call('EXISTS', job_key(id), P .. 'done:' .. id) > 0 then return {'known', id} end
+  if dedup == '' then return nil end
+  local value = redis.call('GET', P .. 'dedup:' .. dedup)
+  if not value then return nil end
+  local other, other_digest = string.match(value, '^(%S+) ?(.*)$')
+  if redis.call('EXISTS', job_key(other), P .. 'done:' .. other) == 0 then return nil end
+  return {other_digest == digest and 'known' or 'conflict', other}
+end
+
+local function submit(first)
+  local id, lane, tenant, timeout_ms = ARGV[first], ARGV[first + 1], ARGV[first + 2], ARGV[first + 3]
+  local ttl_ms, dedup, digest, envelope = ARGV[first + 4], ARGV[first + 5], ARGV[first + 6], ARGV[first + 7]
+  local found = known(id, dedup, digest)
+  if found then return found end
+  if length >= limit then return {'full', text(length), text(limit)} end
+  local waits = false
+  if tenant ~= '' then
+    local full = tenant_room(tenant)
+    if full then return full end
+    waits = (tonumber(redis.call('HGET', tenants_key(lane), tenant)) or 0) >= TENANT_WINDOW
+  end
+  local entry = ''
+  local fields = {'lane', lane, 'time', text(now), 'ttl', ttl_ms}
+  local function add(name, value) fields[#fields + 1] = name; fields[#fields + 1] = value end
+  if waits then
+    redis.call('RPUSH', held_key(lane, tenant), id)
+    redis.call('HINCRBY', tenants_key(lane), '*', 1)
+    add('at', 'held'); add('held', envelope)
+  else
+    entry = redis.call('XADD', lane_key(lane), '*', 'id', id, 'job', envelope)
+    add('at', 'lane'); add('entry', entry)
+    if tenant ~= '' then redis.call('HINCRBY', tenants_key(lane), tenant, 1) end
+  end
+  if tenant ~= '' then add('tenant', tenant) end
+  if timeout_ms ~= '' then
+    local deadline = text(now + tonumber(timeout_ms))
+    add('deadline', deadline)
+    redis.call('ZADD', P .. 'deadlines', deadline, id)
+  end
+  if dedup ~= '' then
+    add('dedup', dedup)
+    redis.call('SET', P .. 'dedup:' .. dedup, id .. ' ' .. digest, 'PX', text(math.max(WEEK_MS, tonumber(timeout_ms) or 0)))
+  end
+  redis.call('HSET', job_key(id), unpack(fields))
+  length = length + 1
+  return {'queued', entry, text(now)}
+end
+
+local out = {}
+for i = 0, #ARGV / FIELDS - 1 do out[i + 1] = submit(i * FIELDS + 1) end
+return out

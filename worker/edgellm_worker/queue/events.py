@@ -1,0 +1,55 @@
+"""The pub/sub hints. Keys are the truth (`cancel:<id>`, the pending lists): a lost hint costs a second, no more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from redis.exceptions import RedisError
+
+from edgellm_producer.connect import LinkOptions, connect
+from edgellm_producer.keys import Keys
+from edgellm_worker.queue.config import QueueConfig
+
+
+class EventListener:
+    """Calls `on_event(word, argument)` for every message `word [argument]` of the queue's channel."""
+
+    POLL_S = 1.0
+    BACK_OFF_S = 1.0
+
+    def __init__(self, config: QueueConfig, on_event: Callable[[str, str], None]) -> None:
+        self._channel = Keys(config.queue).events
+        self._on_event = on_event
+        self._client = connect(
+            config.url,
+            LinkOptions(timeout_s=config.command_timeout_s, max_connections=1, password=config.password),
+        )
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        while not self._closing:
+            try:
+                await self._subscribed()
+            except (RedisError, OSError):
+                await asyncio.sleep(self.BACK_OFF_S)
+
+    async def _subscribed(self) -> None:
+        async with self._client.pubsub(ignore_subscribe_messages=True) as pubsub:
+            await pubsub.subscribe(self._channel)
+            while not self._closing:
+                message = await pubsub.get_message(timeout=self.POLL_S)
+                if message is not None:
+                    word, _, argument = message["data"].decode("utf-8", "replace").partition(" ")
+                    self._on_event(word, argument)
+
+    async def close(self) -> None:
+        """Ends within POLL_S."""
+        self._closing = True
+        if self._task is not None:
+            await self._task
+        await self._client.aclose()

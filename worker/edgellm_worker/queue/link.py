@@ -1,0 +1,104 @@
+"""The worker's line to Redis: runs scripts, notes every reply, and maps the library's errors in one place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from edgellm_producer.connect import LinkOptions, connect
+from edgellm_producer.keys import Keys
+from edgellm_producer.scripts import run
+from edgellm_worker.queue.config import QueueConfig
+from edgellm_worker.queue.errors import QueueUnavailable
+from edgellm_worker.queue.held import ReplyClock
+from edgellm_worker.queue.scripts import script
+
+
+@contextmanager
+def mapped_errors() -> Iterator[None]:
+    """Whatever Redis or the network says, the caller's answer is the same: keep what you have and try again."""
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise QueueUnavailable(f"{type(error).__name__}: {error}") from error
+
+
+class Link:
+    """No command is repeated by the library: a repeat is the caller's decision."""
+
+    def __init__(self, config: QueueConfig, clock: ReplyClock) -> None:
+        self._clock = clock
+        self._config_key = Keys(config.queue).config
+        self.num_reconnects = 0
+        self._is_down = False
+        self.client = connect(config.url, LinkOptions(timeout_s=config.command_timeout_s, password=config.password))
+
+    async def run(self, name: str, args: Sequence[str | bytes | int]) -> Any:
+        try:
+            with mapped_errors():
+                reply = await run(self.client, script(name), self._config_key, args)
+        except QueueUnavailable:
+            self._is_down = True
+            raise
+        if self._is_down:
+            self._is_down = False
+            self.num_reconnects += 1
+        self._clock.touch()
+        return reply
+
+    async def info(self, section: str) -> dict[str, Any]:
+        with mapped_errors():
+            reply: dict[str, Any] = await self.client.info(section)
+        self._clock.touch()
+        return reply
+
+    async def close(self) -> None:
+        with mapped_errors():
+            await self.client.aclose()
+
+
+class Waiter:
+    """The blocked read, on a connection of its own. It reads without a group, so it takes nothing: a reply that is lost
+    or comes too late costs a wake-up, never a job. It is never cancelled; a `wait` that ends before it leaves it to the
+    next one.
+    """
+
+    BLOCK_MARGIN_S = 2.0
+    BACK_OFF_S = 0.5
+
+    def __init__(self, config: QueueConfig, clock: ReplyClock) -> None:
+        self._clock = clock
+        self._block_ms = config.block_ms
+        self._lanes = Keys(config.queue).lanes
+        self._client = connect(
+            config.url,
+            LinkOptions(
+                timeout_s=config.block_ms / 1000 + self.BLOCK_MARGIN_S, max_connections=1, password=config.password
+            ),
+        )
+        self._read: asyncio.Task[None] | None = None
+
+    def reading(self, last_ids: Sequence[str]) -> asyncio.Task[None]:
+        """The read in progress, or a new one from these ids."""
+        if self._read is None or self._read.done():
+            self._read = asyncio.create_task(self._block(dict(zip(self._lanes, last_ids, strict=True))))
+        return self._read
+
+    async def _block(self, position: dict[str, str]) -> None:
+        try:
+            await self._client.xread(position, count=1, block=self._block_ms)  # type: ignore[arg-type]
+        except (RedisError, OSError):
+            await asyncio.sleep(self.BACK_OFF_S)  # `take` is who reports it
+        else:
+            self._clock.touch()
+
+    async def close(self) -> None:
+        """Waits for the read to end: its block time at most."""
+        if self._read is not None:
+            await self._read
+        with mapped_errors():
+            await self._client.aclose()

@@ -1,0 +1,24 @@
+-- BEGIN. ARGV: consumer, attempts allowed, deaths alone allowed, then lane, entry, id, ...
+-- Reply, one per job: started, lost, cancelled, exhausted. `begun` names the consumer, so a repeat counts once.
+local consumer, max_attempts, max_kills = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+
+local function begin(lane, entry, id)
+  local done = redis.call('GET', P .. 'done:' .. id)
+  if done then
+    forget(id, string.match(done, '^(%S+)'))
+    drop_entry(lane, entry)
+    return 'lost'
+  end
+  if owner(lane, entry) ~= consumer then return 'lost' end
+  if redis.call('EXISTS', P .. 'cancel:' .. id) == 1 then return 'cancelled' end
+  local job = redis.call('HMGET', job_key(id), 'begun', 'attempt', 'kills')
+  if job[1] == consumer then return 'started' end
+  if (tonumber(job[2]) or 0) >= max_attempts or (tonumber(job[3]) or 0) >= max_kills then return 'exhausted' end
+  redis.call('HINCRBY', job_key(id), 'attempt', 1)
+  redis.call('HSET', job_key(id), 'begun', consumer, 'at', 'lane', 'lane', lane, 'entry', entry)
+  return 'started'
+end
+
+local out = {}
+for i = 4, #ARGV, 3 do out[#out + 1] = begin(ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
+return out
