@@ -1,0 +1,118 @@
+"""Where a bundle lies, and when one may be used again.
+
+    <cache>/edgellm/<package>-<version>_tensorrt-<version>_<gpu>/<digest>/     a finished bundle and its manifest
+                                                              /<digest>.log    what its builder said
+                                                              /.building-*     unfinished, never read
+
+The vendor's own cache key holds neither package version, TensorRT version nor GPU, and it does not know of a corrected
+builder: bundles of different worlds would be taken for each other. The digest covers what the vendor's key covers
+(checkpoint content and every build option, tree sizes among them) and the correction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from edgellm_worker.engine.errors import BuildError
+
+MANIFEST: Final = "edgellm_worker.json"
+LAYOUT_VERSION: Final = 1
+
+# Options that change nothing in the bundle; `corrects_feedback` has its own entry in the key.
+_NOT_BUILT: Final = frozenset({"accepts_fp16_kv", "corrects_feedback"})
+_SAMPLE_BYTES: Final = 4096
+_NUM_SAMPLES: Final = 16
+_WHOLE_SUFFIXES: Final = frozenset({".json", ".model", ".jinja", ".txt"})
+
+
+@dataclass(frozen=True, slots=True)
+class BuildWorld:
+    """What a bundle's fitness depends on besides its options."""
+
+    package_version: str
+    tensorrt_version: str
+    gpu: str
+
+    @property
+    def folder_name(self) -> str:
+        return f"tensorrt-edgellm-{self.package_version}_tensorrt-{self.tensorrt_version}_{self.gpu}"
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """`num_speculative_tokens` 0 builds without a draft. `corrects_feedback`: see feedback.py. `accepts_fp16_kv`: an
+    FP8 claim that the vendor does not follow is no fault of the bundle (audit.py).
+    """
+
+    num_speculative_tokens: int = 3
+    max_batch_size: int = 4
+    max_input_len: int = 4096
+    max_kv_cache_capacity: int = 8192
+    corrects_feedback: bool = True
+    accepts_fp16_kv: bool = False
+
+    @property
+    def max_verify_tree_size(self) -> int:
+        return self.num_speculative_tokens + 1 if self.num_speculative_tokens else 0
+
+    @property
+    def max_draft_tree_size(self) -> int:
+        return self.num_speculative_tokens
+
+
+def content_digest(model_dir: Path) -> str:
+    """Of all files that a build reads, by content: small text files whole, others by size, the first bytes (a
+    safetensors header or its beginning) and evenly spaced samples. Independent of path and times.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(p for p in model_dir.iterdir() if p.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if path.suffix in _WHOLE_SUFFIXES:
+                digest.update(file.read())
+                continue
+            header_bytes = min(size, 8 + int.from_bytes(file.read(8), "little")) if path.suffix == ".safetensors" else 0
+            file.seek(0)
+            digest.update(file.read(header_bytes))
+            for index in range(_NUM_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * index // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def bundle_key(world: BuildWorld, options: BuildOptions, checkpoint_digest: str) -> dict[str, Any]:
+    return {
+        "layout_version": LAYOUT_VERSION,
+        "world": asdict(world),
+        "options": {name: value for name, value in asdict(options).items() if name not in _NOT_BUILT},
+        "max_verify_tree_size": options.max_verify_tree_size,
+        "max_draft_tree_size": options.max_draft_tree_size,
+        "draft_feedback": "after-norm" if options.corrects_feedback else "as-shipped",
+        "checkpoint": checkpoint_digest,
+    }
+
+
+def bundle_path(cache_dir: Path, world: BuildWorld, key: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_dir / "edgellm" / world.folder_name / digest
+
+
+def read_manifest(bundle_dir: Path, key: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of a finished bundle with exactly this key, or None where there is none. Raises `BuildError` when
+    the folder holds something else.
+    """
+    path = bundle_dir / MANIFEST
+    if not bundle_dir.exists():
+        return None
+    try:
+        manifest = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BuildError(f"{bundle_dir} is a damaged bundle ({error}); remove the folder to build it again") from error
+    if not isinstance(manifest, dict) or manifest.get("key") != key:
+        raise BuildError(f"{bundle_dir} was built for something else; remove the folder to build it again")
+    return manifest
