@@ -1,0 +1,264 @@
+"""`build --engine edgellm`: the vendor's builder in a child, its cache, its correction, and the audit of what it built."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import edgellm_worker
+from edgellm_worker.engine.edgellm.audit import audit
+from edgellm_worker.engine.edgellm.builder import build_bundle, builder_argv
+from edgellm_worker.engine.edgellm.bundle import read_bundle
+from edgellm_worker.engine.edgellm.cache import BuildOptions, BuildWorld, bundle_key, content_digest
+from edgellm_worker.engine.edgellm.feedback import Feedback, FeedbackCorrection
+from edgellm_worker.engine.edgellm.misread import ModelFacts, Scheme
+from edgellm_worker.engine.errors import BuildError, CheckpointError
+from tests.support import edgellm_checkpoints as ck
+from tests.support.edgellm_fake_wheel import BUILDER_FLAGS, told, write_fake_wheel
+from tests.support.edgellm_setup import write_bundle
+
+OPTIONS = BuildOptions(num_speculative_tokens=5, max_batch_size=2, max_input_len=128, max_kv_cache_capacity=256)
+WORKER = Path(edgellm_worker.__file__).parent.parent
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return use_wheel(tmp_path / "wheel", monkeypatch)
+
+
+def use_wheel(root: Path, monkeypatch: pytest.MonkeyPatch, **wheel: str) -> Path:
+    write_fake_wheel(root, **wheel)
+    monkeypatch.syspath_prepend(root)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(WORKER), str(WORKER.parent / "producer")]))
+    return root
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelFacts:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return ModelFacts(folder, {}, is_mixed=False, has_fp8_kv=True)
+
+
+def calls(cache: Path) -> list[list[str]]:
+    return [json.loads(line) for log in cache.rglob("calls.log") for line in log.read_text().splitlines()]
+
+
+def test_it_builds_once_and_says_what_the_correction_did(tmp_path: Path, wheel: Path, model: ModelFacts) -> None:
+    cache = tmp_path / "cache"
+    first = build_bundle(model, cache, OPTIONS)
+    again = build_bundle(model, cache, OPTIONS)
+    assert (first.was_cached, again.was_cached) == (False, True)
+    assert first.feedback == again.feedback == "corrected"
+    assert first.bundle.max_verify_tree_size == 6
+    assert first.bundle.max_draft_tree_size == 5
+    assert len(calls(cache)) == 1
+    draft = json.loads((first.bundle.path / "draft_config.json").read_text())
+    assert draft["hidden_states"] == "after the norm"
+    assert first.bundle.path.parent.name == "tensorrt-edgellm-0.11.0_tensorrt-10.16.0.72_sm110"
+    assert not list(cache.rglob(".building-*"))
+
+
+def test_the_argv_names_every_size_and_only_flags_that_exist() -> None:
+    argv = builder_argv(Path("/m"), Path("/out"), OPTIONS)
+    assert set(argv[::2]) <= set(BUILDER_FLAGS)
+    told_sizes = dict(zip(argv[::2], argv[1::2], strict=True))
+    assert told_sizes["--max-verify-tree-size"] == "6"
+    assert told_sizes["--max-draft-tree-size"] == "5"
+    assert told_sizes["--spec-type"] == "mtp"
+    plain = builder_argv(Path("/m"), Path("/out"), replace(OPTIONS, num_speculative_tokens=0))
+    assert plain[plain.index("--spec-type") + 1] == "none"
+    assert "--max-verify-tree-size" not in plain
+
+
+def test_opting_out_of_the_correction_is_another_bundle(tmp_path: Path, wheel: Path, model: ModelFacts) -> None:
+    corrected = build_bundle(model, tmp_path / "cache", OPTIONS)
+    shipped = build_bundle(model, tmp_path / "cache", replace(OPTIONS, corrects_feedback=False))
+    assert shipped.feedback == "as-shipped"
+    assert shipped.bundle.path != corrected.bundle.path
+    draft = json.loads((shipped.bundle.path / "draft_config.json").read_text())
+    assert draft["hidden_states"] == "before the norm"
+
+
+def test_a_builder_without_the_defect_is_left_alone(
+    tmp_path: Path, wheel: Path, model: ModelFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_EDGELLM", told(defect=False))
+    assert build_bundle(model, tmp_path / "cache", OPTIONS).feedback == "already-normed"
+
+
+def test_a_builder_that_the_correction_does_not_fit_is_refused_by_name(
+    tmp_path: Path, model: ModelFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_wheel(tmp_path / "wheel", monkeypatch, draft_class="Renamed")
+    with pytest.raises(BuildError, match="--no-correct-feedback"):
+        build_bundle(model, tmp_path / "cache", OPTIONS)
+
+
+def test_a_plain_bundle_needs_no_correction(tmp_path: Path, wheel: Path, model: ModelFacts) -> None:
+    built = build_bundle(model, tmp_path / "cache", replace(OPTIONS, num_speculative_tokens=0))
+    assert built.bundle.draft is None
+    assert built.feedback == "as-shipped"
+
+
+def test_other_versions_and_gpus_have_their_own_folders(
+    tmp_path: Path, model: ModelFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_wheel(tmp_path / "old", monkeypatch)
+    old = build_bundle(model, tmp_path / "cache", OPTIONS)
+    use_wheel(tmp_path / "new", monkeypatch, tensorrt="11.0.0.114")
+    new = build_bundle(model, tmp_path / "cache", OPTIONS)
+    assert not new.was_cached
+    assert new.bundle.path.parent != old.bundle.path.parent
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_speculative_tokens": 4},
+        {"max_batch_size": 3},
+        {"max_input_len": 64},
+        {"max_kv_cache_capacity": 512},
+        {"corrects_feedback": False},
+    ],
+)
+def test_the_key_covers_every_option(change: dict[str, int]) -> None:
+    world = BuildWorld("0.11.0", "10.16", "sm110")
+    assert bundle_key(world, OPTIONS, "c") != bundle_key(world, replace(OPTIONS, **change), "c")
+
+
+def test_the_key_covers_world_and_content(tmp_path: Path) -> None:
+    world = BuildWorld("0.11.0", "10.16", "sm110")
+    keys = [
+        bundle_key(w, OPTIONS, c)
+        for w, c in [
+            (world, "c"),
+            (world, "d"),
+            (replace(world, gpu="sm87"), "c"),
+            (replace(world, package_version="0.12.0"), "c"),
+        ]
+    ]
+    assert all(a != b for i, a in enumerate(keys) for b in keys[:i])
+    one = ck.write_checkpoint(tmp_path / "one")
+    two = ck.write_checkpoint(tmp_path / "two")
+    assert content_digest(one) == content_digest(two)
+    raw = bytearray((two / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (two / "model.safetensors").write_bytes(raw)
+    assert content_digest(one) != content_digest(two)
+
+
+def test_a_crash_shows_the_end_of_its_log(
+    tmp_path: Path, wheel: Path, model: ModelFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_EDGELLM", told(crash="no plugin library"))
+    with pytest.raises(BuildError, match=r"exited 1; its log is .*\n(.*\n)*.*no plugin library"):
+        build_bundle(model, tmp_path / "cache", OPTIONS)
+    assert not list((tmp_path / "cache").rglob("*_config.json"))
+    monkeypatch.setenv("FAKE_EDGELLM", told(signal=int(signal.SIGKILL)))
+    with pytest.raises(BuildError, match="killed by signal 9"):
+        build_bundle(model, tmp_path / "cache", OPTIONS)
+
+
+def test_a_foreign_or_damaged_bundle_is_named(tmp_path: Path, wheel: Path, model: ModelFacts) -> None:
+    built = build_bundle(model, tmp_path / "cache", OPTIONS)
+    manifest = built.bundle.path / "edgellm_worker.json"
+    manifest.write_text(json.dumps({"key": {}}))
+    with pytest.raises(BuildError, match="built for something else"):
+        build_bundle(model, tmp_path / "cache", OPTIONS)
+    manifest.unlink()
+    with pytest.raises(BuildError, match="damaged bundle"):
+        build_bundle(model, tmp_path / "cache", OPTIONS)
+
+
+def test_a_draft_that_the_vendor_would_misread_is_refused_before_the_build(
+    tmp_path: Path, wheel: Path, model: ModelFacts
+) -> None:
+    mixed = replace(model, schemes={"mtp.layers.0.self_attn.q_proj": Scheme.FP8}, is_mixed=True)
+    with pytest.raises(CheckpointError, match="--rewrite-mtp bf16"):
+        build_bundle(mixed, tmp_path / "cache", OPTIONS)
+    assert calls(tmp_path / "cache") == []
+    assert not build_bundle(mixed, tmp_path / "cache", replace(OPTIONS, num_speculative_tokens=0)).was_cached
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ({"verify": 60}, "max_verify_tree_size: built 60, wanted 6"),
+        ({"kv": "fp16"}, "the vendor built FP16"),
+        ({"draft_kv": "fp16"}, "different KV dtypes"),
+    ],
+)
+def test_a_bundle_that_is_not_what_was_asked_for_is_not_kept(
+    behaviour: dict[str, object],
+    message: str,
+    tmp_path: Path,
+    wheel: Path,
+    model: ModelFacts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FAKE_EDGELLM", told(**behaviour))
+    with pytest.raises(BuildError, match=message):
+        build_bundle(model, tmp_path / "cache", OPTIONS)
+    assert not list((tmp_path / "cache").rglob("edgellm_worker.json"))
+
+
+def audited(tmp_path: Path, model: ModelFacts, options: BuildOptions = OPTIONS, **built: object) -> None:
+    path = write_bundle(
+        tmp_path / "b", num_drafts=5, max_batch_size=2, max_input_len=128, max_kv_cache_capacity=256, **built
+    )
+    audit(read_bundle(path), options, model)
+
+
+def test_an_fp16_kv_cache_can_be_accepted(tmp_path: Path, model: ModelFacts) -> None:
+    audited(tmp_path, model, replace(OPTIONS, accepts_fp16_kv=True), kv="fp16", draft_kv="fp16")
+    with pytest.raises(BuildError, match="the checkpoint asks for fp16"):
+        audited(tmp_path, replace(model, has_fp8_kv=False))
+
+
+def test_quantized_modules_bound_as_unquantized_are_found(tmp_path: Path, model: ModelFacts) -> None:
+    name = "mtp.layers.0.self_attn.q_proj"
+    binding = {"engine_name": "w0", "checkpoint_keys": [f"{name}.weight"], "source_layout": "fp16", "dtype": "F16"}
+    quantized = replace(model, schemes={name: Scheme.FP8})
+    audited(tmp_path, replace(model, schemes={name: Scheme.DENSE}), draft_bindings=[binding])
+    with pytest.raises(BuildError, match=f"draft: {name}.weight is FP8 and was bound as unquantized"):
+        audited(tmp_path, quantized, draft_bindings=[binding])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda b: (b / "spec_draft.engine").unlink(), "spec_draft.engine is missing"),
+        (lambda b: (b / "base_config.json").write_text("{"), "base_config.json: "),
+        (lambda b: (b / "base_config.json").write_text("[]"), "is no JSON object"),
+        (lambda b: (b / "draft_config.json").write_text("{}"), "draft_config.json: kv_cache_dtype is missing"),
+    ],
+)
+def test_incomplete_bundles_are_named(damage: object, message: str, tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "b")
+    damage(bundle)  # type: ignore[operator]
+    with pytest.raises(BuildError, match=message):
+        read_bundle(bundle)
+
+
+def test_the_correction_keeps_the_model_as_it_was() -> None:
+    class Draft:
+        def __init__(self) -> None:
+            self.norm = lambda hidden: hidden * 10
+
+        def forward(self, *, hidden: int) -> dict[str, int]:
+            return {"logits": self.norm(hidden) + 1, "hidden_states": hidden}
+
+    correction = FeedbackCorrection()
+    draft = Draft()
+    norm = draft.norm
+    correction.wrap(Draft)
+    assert draft.forward(hidden=70000) == {"logits": 700001, "hidden_states": 700000}
+    assert correction.outcome is Feedback.CORRECTED
+    assert draft.norm is norm
