@@ -53,6 +53,13 @@ def prompt_field(job: Job) -> str:
     return next(name for name in ("prompt", "messages", "prompt_token_ids") if getattr(job, name) is not None)
 
 
+def deadline_at(delivery: Delivery) -> float | None:
+    """The worker's monotonic time at which the job's timeout passes; never compares two machines' clocks."""
+    if delivery.deadline_ms is None:
+        return None
+    return delivery.taken_at + (delivery.deadline_ms - delivery.taken_at_ms) / 1e3
+
+
 def refusal(delivery: Delivery, worker: str, error: JobRejected) -> Reply:
     """The answer to a job that is wrong."""
     return Reply(

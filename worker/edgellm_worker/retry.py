@@ -14,7 +14,6 @@ class RetryReason(StrEnum):
 
     ENGINE_FAILURE = "engine_failure"  # the engine died with this job in it
     ENGINE_HANG = "engine_hang"  # the watchdog killed it
-    ROW_ERROR = "row_error"  # the engine gave up on this row alone
 
 
 def backoff_s(first_s: float = FIRST_DELAY_S, longest_s: float = LONGEST_DELAY_S) -> Iterator[float]:

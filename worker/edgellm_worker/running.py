@@ -22,7 +22,7 @@ from edgellm_producer.wire import (
 )
 from edgellm_worker.engine.api import EngineTraits, RowUpdate, TokenLogprobs
 from edgellm_worker.engine.api import FinishReason as RowFinish
-from edgellm_worker.jobs import PreparedJob, ServedModel
+from edgellm_worker.jobs import PreparedJob, ServedModel, deadline_at
 from edgellm_worker.tokenizer import TextDelta
 
 MERGE_DELTAS_S: Final = 0.020
@@ -114,11 +114,7 @@ class RunningJob:
 
     @property
     def deadline_at(self) -> float | None:
-        """The worker's monotonic time at which the job's timeout passes."""
-        delivery = self.prepared.delivery
-        if delivery.deadline_ms is None:
-            return None
-        return delivery.taken_at + (delivery.deadline_ms - delivery.taken_at_ms) / 1e3
+        return deadline_at(self.prepared.delivery)
 
     def update(self, update: RowUpdate, now: float) -> FinishReason | None:
         """Take one step's tokens. Returns how the job ended, `ERROR` for a row that failed alone, or None."""
