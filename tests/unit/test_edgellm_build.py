@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 import edgellm_worker
+from edgellm_worker.engine.checkpoint.quantization import Scheme
 from edgellm_worker.engine.edgellm.audit import audit
 from edgellm_worker.engine.edgellm.builder import build_bundle, builder_argv
 from edgellm_worker.engine.edgellm.bundle import read_bundle
 from edgellm_worker.engine.edgellm.cache import BuildOptions, BuildWorld, bundle_key, content_digest
+from edgellm_worker.engine.edgellm.command import build, describe
 from edgellm_worker.engine.edgellm.feedback import Feedback, FeedbackCorrection
-from edgellm_worker.engine.edgellm.misread import ModelFacts, Scheme
+from edgellm_worker.engine.edgellm.misread import ModelFacts
 from edgellm_worker.engine.errors import BuildError, CheckpointError
 from tests.support import edgellm_checkpoints as ck
 from tests.support.edgellm_fake_wheel import BUILDER_FLAGS, told, write_fake_wheel
@@ -43,7 +45,7 @@ def model(tmp_path: Path) -> ModelFacts:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    return ModelFacts(folder, {}, is_mixed=False, has_fp8_kv=True)
+    return ModelFacts(folder, {"mtp.fc": Scheme.DENSE}, is_mixed=False, has_fp8_kv=True)
 
 
 def calls(cache: Path) -> list[list[str]]:
@@ -105,6 +107,11 @@ def test_a_plain_bundle_needs_no_correction(tmp_path: Path, wheel: Path, model: 
     built = build_bundle(model, tmp_path / "cache", replace(OPTIONS, num_speculative_tokens=0))
     assert built.bundle.draft is None
     assert built.feedback == "as-shipped"
+
+
+def test_drafts_without_an_mtp_layer_are_refused(tmp_path: Path, wheel: Path, model: ModelFacts) -> None:
+    with pytest.raises(BuildError, match="has no MTP layer"):
+        build_bundle(replace(model, schemes={}), tmp_path / "cache", OPTIONS)
 
 
 def test_other_versions_and_gpus_have_their_own_folders(
@@ -245,6 +252,19 @@ def test_incomplete_bundles_are_named(damage: object, message: str, tmp_path: Pa
     damage(bundle)  # type: ignore[operator]
     with pytest.raises(BuildError, match=message):
         read_bundle(bundle)
+
+
+def test_the_command_rewrites_when_asked_and_builds_from_the_copy(tmp_path: Path, wheel: Path) -> None:
+    source = ck.write_checkpoint(tmp_path / "m", mtp=ck.fp8, hf_quant=ck.mixed("NVFP4", "FP8"))
+    with pytest.raises(CheckpointError, match="--rewrite-mtp bf16"):
+        build(source, tmp_path / "cache", OPTIONS)
+    built = build(source, tmp_path / "cache", OPTIONS, rewrites_mtp=True)
+    assert built.model_dir.parent == tmp_path / "cache" / "edgellm" / "checkpoints"
+    assert calls(tmp_path / "cache")[0][1] == str(built.model_dir)
+    assert build(source, tmp_path / "cache", OPTIONS, rewrites_mtp=True).was_cached
+    text = describe(built)
+    for part in (str(built.bundle.path), "drafts 5", "fp8", "corrected", str(built.model_dir)):
+        assert part in text
 
 
 def test_the_correction_keeps_the_model_as_it_was() -> None:

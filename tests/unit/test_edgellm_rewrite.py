@@ -11,7 +11,8 @@ import pytest
 from safetensors import deserialize
 
 from edgellm_worker.engine.checkpoint.dtypes import DTYPES
-from edgellm_worker.engine.edgellm.misread import Misreading, ModelFacts, Scheme, misreadings, refuse_misread
+from edgellm_worker.engine.checkpoint.quantization import Scheme
+from edgellm_worker.engine.edgellm.misread import Misreading, ModelFacts, misreadings, refuse_misread
 from edgellm_worker.engine.edgellm.rewrite import NOTE, rewrite_mtp
 from edgellm_worker.engine.errors import CheckpointError
 from tests.support import edgellm_checkpoints as ck

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from edgellm_worker.engine.checkpoint.quantization import Scheme
 from edgellm_worker.engine.edgellm.bundle import BuiltModel, Bundle
 from edgellm_worker.engine.edgellm.cache import BuildOptions
-from edgellm_worker.engine.edgellm.misread import ModelFacts, Scheme
+from edgellm_worker.engine.edgellm.misread import ModelFacts
 from edgellm_worker.engine.errors import BuildError
 
 _FP8: Final = "fp8"

@@ -58,6 +58,8 @@ class BuiltBundle:
 def build_bundle(model: ModelFacts, cache_dir: Path, options: BuildOptions) -> BuiltBundle:
     """Raises `BuildError` (package, machine, builder, audit) and `CheckpointError` (the vendor would misread it)."""
     version = package_version()
+    if options.num_speculative_tokens and not model.has_draft:
+        raise BuildError(f"{model.model_dir} has no MTP layer: build with num_speculative_tokens 0")
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=cache_dir) as scratch:
         found = _run_child({"action": "probe"}, Path(scratch) / "probe.log")

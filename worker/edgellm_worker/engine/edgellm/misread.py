@@ -21,22 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint
+from edgellm_worker.engine.checkpoint.layout import Namespace
+from edgellm_worker.engine.checkpoint.quantization import KvScheme, Scheme
 from edgellm_worker.engine.errors import CheckpointError
 
 DRAFT_PREFIX: Final = "mtp."
 BASE_PREFIXES: Final = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-
-
-class Scheme(StrEnum):
-    """How a module's weight is stored."""
-
-    DENSE = "unquantized"
-    FP8 = "FP8"
-    NVFP4 = "NVFP4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +46,25 @@ class ModelFacts:
     schemes: Mapping[str, Scheme]
     is_mixed: bool
     has_fp8_kv: bool
+
+    @property
+    def has_draft(self) -> bool:
+        return any(module.startswith(DRAFT_PREFIX) for module in self.schemes)
+
+
+def facts_of(checkpoint: Checkpoint) -> ModelFacts:
+    """Raises `CheckpointError` for a folder without a model, which `open_checkpoint` never returns."""
+    survey = checkpoint.survey
+    if survey.model is None:
+        raise CheckpointError([f"{checkpoint.path}: no model"])
+    linears = survey.model.resolution.linears.values()
+    strongest = survey.claims[0] if survey.claims else None
+    return ModelFacts(
+        model_dir=checkpoint.path,
+        schemes={source.stored_as.rpartition(".")[0]: source.scheme for source in linears},
+        is_mixed=strongest is not None and strongest.default is None,
+        has_fp8_kv=survey.model.kv[Namespace.BASE].scheme is KvScheme.FP8,
+    )
 
 
 @dataclass(frozen=True, slots=True)
