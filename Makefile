@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo test lint bench soak gpu oracle clean
+.PHONY: install demo test lint bench soak gpu oracle vendor clean
 
 install: $(STAMP)
 
@@ -17,7 +17,11 @@ demo: install
 	$(BIN)/edgellm-worker demo
 
 test: install
-	$(BIN)/python -m pytest -m 'not soak and not gpu'
+	$(BIN)/python -m pytest -m 'not soak and not gpu and not vendor'
+
+# EDGELLM_VENDOR_WHEEL names the folder of an unpacked tensorrt-edgellm wheel (docs/edgellm.md).
+vendor: install
+	$(BIN)/python -m pytest -m vendor tests/contract
 
 lint: install
 	$(BIN)/ruff check .
