@@ -1,6 +1,6 @@
 """A checkpoint folder, opened: headers and configs read, every part of the model resolved, nothing decoded.
 
-    folder -> architecture, claims, names -> resolver -> views
+    folder -> claims, names, config -> model (every part resolved) -> views
 
 Opening touches headers and scales only, so it takes a moment and little memory whatever the size of the weights. It
 raises once, with everything that is wrong; a checkpoint that opens is complete.
@@ -9,37 +9,21 @@ raises once, with everything that is wrong; a checkpoint that opens is complete.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm_worker.engine.checkpoint.architecture import Architecture, LayerKind, read_architecture, text_config
-from edgellm_worker.engine.checkpoint.folder import CONFIG, Folder, open_folder
-from edgellm_worker.engine.checkpoint.forms import KV_LEAVES
+from edgellm_worker.engine.checkpoint.folder import Folder, open_folder
 from edgellm_worker.engine.checkpoint.jsonfile import JsonObject
-from edgellm_worker.engine.checkpoint.kv import KvPlan, plan_kv
-from edgellm_worker.engine.checkpoint.layout import Namespace, Part, base_parts, head_part, mtp_parts
-from edgellm_worker.engine.checkpoint.names import NameTable, sort_names
+from edgellm_worker.engine.checkpoint.layout import Namespace
+from edgellm_worker.engine.checkpoint.model import Model, resolve_model
 from edgellm_worker.engine.checkpoint.problems import Problem, ProblemLog
 from edgellm_worker.engine.checkpoint.quantization import QuantClaims, read_claims
-from edgellm_worker.engine.checkpoint.resolve import Resolution, Resolver
-from edgellm_worker.engine.checkpoint.shard import TensorEntry
 from edgellm_worker.engine.checkpoint.values import check_finite, check_scalars
 from edgellm_worker.engine.checkpoint.view import WeightView
 from edgellm_worker.engine.errors import CheckpointError
+from edgellm_worker.engine.models.config import ModelConfig
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What the files add up to, once the architecture is one that this product knows."""
-
-    arch: Architecture
-    names: NameTable
-    resolution: Resolution
-    kv: Mapping[Namespace, KvPlan]
-    has_mtp: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +40,26 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A sound checkpoint. `draft` is None when there is no MTP; `config` is the language model's own part."""
+    """A sound checkpoint. `draft` is None when there is no MTP.
+
+    config        the language model's own part of config.json; `model_config` is the same, typed
+    notes         what was decided and is worth knowing; logged when opened
+    """
 
     path: Path
-    arch: Architecture
     config: JsonObject
+    model_config: ModelConfig
     generation_config: JsonObject
     base: WeightView
     draft: WeightView | None
     notes: tuple[str, ...]
-    survey: Survey
 
     def view(self, namespace: Namespace) -> WeightView:
-        """Raises KeyError for the draft of a checkpoint without one."""
+        """Raises `CheckpointError` for the draft of a checkpoint without one."""
         if namespace is Namespace.BASE:
             return self.base
         if self.draft is None:
-            raise KeyError(f"{self.path}: the checkpoint has no {namespace} tensors")
+            raise CheckpointError([f"{self.path}: the checkpoint has no {namespace} tensors"])
         return self.draft
 
 
@@ -86,23 +73,16 @@ def open_checkpoint(path: Path, *, read_values: bool = True) -> Checkpoint:
         raise CheckpointError([f"{path}: {problem}" for problem in survey.problems])
     for note in survey.notes:
         _log.warning("%s: %s", path, note)
-    folder, model = survey.folder, survey.model
-    is_tied = model.arch.tie_word_embeddings
-    base = WeightView(Namespace.BASE, model.kv[Namespace.BASE], is_tied, model.resolution, folder.shards)
-    draft = (
-        WeightView(Namespace.MTP, model.kv[Namespace.MTP], is_tied, model.resolution, folder.shards, base)
-        if model.has_mtp
-        else None
-    )
+    model, shards = survey.model, survey.folder.shards
+    base = WeightView(Namespace.BASE, model, shards)
     return Checkpoint(
         path=path,
-        arch=model.arch,
-        config=text_config(folder.config),
-        generation_config=folder.generation_config,
+        config=model.text,
+        model_config=model.config,
+        generation_config=survey.folder.generation_config,
         base=base,
-        draft=draft,
+        draft=WeightView(Namespace.MTP, model, shards, base) if model.has_mtp else None,
         notes=survey.notes,
-        survey=survey,
     )
 
 
@@ -114,85 +94,11 @@ def survey_checkpoint(path: Path, *, read_values: bool) -> Survey:
         return Survey(path, None, (), None, (), problems.problems)
     notes = list(folder.notes)
     claims = read_claims(folder.config, folder.quant_config, problems)
-    arch = read_architecture(folder.config, problems)
-    model = None if arch is None else _model(arch, folder, claims, problems, notes)
+    model = resolve_model(folder, claims, problems, notes)
     if model is not None:
-        _check_values(model, folder, problems, read_values=read_values)
+        check_scalars(model.scalars(), folder.shards, problems)
+        if read_values:
+            scalars = {entry.name for entry in model.scalars()}
+            tensors = (folder.tensors[name] for name in sorted(model.resolution.used - scalars))
+            check_finite(tensors, folder.shards, problems)
     return Survey(path, folder, claims, model, tuple(notes), problems.problems)
-
-
-def _model(
-    arch: Architecture, folder: Folder, claims: tuple[QuantClaims, ...], problems: ProblemLog, notes: list[str]
-) -> Model:
-    names = sort_names(folder.tensors, problems)
-    has_mtp = _has_mtp(arch, names, notes)
-    parts = {(part.namespace, part.name): part for part in _parts(arch, names, has_mtp=has_mtp)}
-    if arch.tie_word_embeddings and (Namespace.BASE, "lm_head") in parts:
-        notes.append("embeddings are tied, yet lm_head is stored: the stored one is used")
-    resolver = Resolver(parts, names, claims, folder.unreadable, folder.tensor_file, problems)
-    resolution = resolver.resolve_all()
-    layers = {Namespace.BASE: [i for i, kind in enumerate(arch.layer_kinds) if kind is LayerKind.FULL]}
-    if has_mtp:
-        layers[Namespace.MTP] = [0]
-    kv = plan_kv(names, claims, layers, problems)
-    for plan in kv.values():
-        resolution.used.update(entry.name for pair in plan.pairs.values() for entry in pair.entries)
-    for entry in folder.tensors.values():
-        is_ignored = entry in names.vision or entry in names.computed
-        if entry.name not in resolution.used and not is_ignored:
-            problems.add(entry.file, "left over: no part of this model", tensor=entry.name)
-    notes += resolver.notes()
-    notes += [f"KV cache of {namespace}: {plan.reason}" for namespace, plan in kv.items() if "scale 1.0" in plan.reason]
-    return Model(arch, names, resolution, kv, has_mtp)
-
-
-def _parts(arch: Architecture, names: NameTable, *, has_mtp: bool) -> Iterator[Part]:
-    yield from base_parts(arch)
-    if arch.tie_word_embeddings and (Namespace.BASE, "lm_head") in names.modules:
-        yield head_part(arch, Namespace.BASE)
-    if has_mtp:
-        yield from mtp_parts(arch)
-        if (Namespace.MTP, "lm_head") in names.modules:
-            yield head_part(arch, Namespace.MTP)
-
-
-def _has_mtp(arch: Architecture, names: NameTable, notes: list[str]) -> bool:
-    """Config and files may each speak of a draft.
-
-    A config that promises one which the files lack is common (exporters drop tensors that transformers does not load)
-    and harmless: nothing is drafted. Tensors that the config denies are a contradiction.
-    """
-    is_held = names.has_any(Namespace.MTP)
-    if arch.num_mtp_layers is None and is_held:
-        notes.append(f"{CONFIG} does not count MTP layers; the files hold one")
-    if arch.num_mtp_layers and not is_held:
-        notes.append(
-            f"{CONFIG} counts {arch.num_mtp_layers} MTP layer, the files hold no mtp tensor: nothing is drafted"
-        )
-    if arch.num_mtp_layers == 0 and is_held:
-        return False  # every mtp tensor is then reported as left over
-    return is_held
-
-
-def _scalars(model: Model) -> Iterator[TensorEntry]:
-    seen: set[str] = set()
-    for source in model.resolution.linears.values():
-        for leaf in (*source.form.scalars, *source.form.optional):
-            entry = source.tensors.get(leaf)
-            if entry is not None and entry.name not in seen:
-                seen.add(entry.name)
-                yield entry
-    for plan in model.kv.values():
-        for pair in plan.pairs.values():
-            yield from pair.entries
-
-
-def _check_values(model: Model, folder: Folder, problems: ProblemLog, *, read_values: bool) -> None:
-    check_scalars(_scalars(model), folder.shards, problems)
-    if read_values:
-        used = (folder.tensors[name] for name in sorted(model.resolution.used))
-        check_finite((entry for entry in used if not _is_scale(entry)), folder.shards, problems)
-
-
-def _is_scale(entry: TensorEntry) -> bool:
-    return entry.num_elements == 1 and entry.name.rpartition(".")[2] in {*KV_LEAVES, "weight_scale"}

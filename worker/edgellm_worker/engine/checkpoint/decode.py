@@ -56,7 +56,7 @@ def decode_nvfp4(weight: Nvfp4Weight) -> Float32Array:
     scales = np.ascontiguousarray(weight.block_scale).view(np.uint8)
     products = _E4M3 * weight.global_scale
     if data.size < _TABLE_PAYS_FROM_BYTES:
-        blocks = _PAIRS[data].reshape(-1, BLOCK) * products[scales].reshape(-1, 1)
+        blocks: Float32Array = _PAIRS[data].reshape(-1, BLOCK) * products[scales].reshape(-1, 1)
         return blocks.reshape(weight.shape)
     table = (_PAIRS[None] * products[:, None, None]).reshape(-1, 2).view(np.uint64).reshape(-1)
     return _by_table(table, data, scales).reshape(weight.shape)

@@ -72,7 +72,7 @@ FOREIGN_LEAVES: Mapping[str, str] = {
 MX_SCALE_DTYPES = frozenset({"U8", "F8_E8M0"})
 
 # What may stand beside a weight without saying how it is stored.
-KV_LEAVES = frozenset({"k_scale", "v_scale"})
+OTHER_LEAVES = frozenset({"k_scale", "v_scale", "bias"})
 WEIGHT_LEAVES = ("weight", "weight_packed", "qweight")
 
 
@@ -102,7 +102,7 @@ def _has_sidecars(
     for leaf in missing:
         message = f"{form.name}: {weight.dtype} weight without {leaf} beside it ({module}.{leaf})"
         problems.add(weight.file, message, tensor=weight.name)
-    known = {form.weight, *form.required, *form.optional, *KV_LEAVES}
+    known = {form.weight, *form.required, *form.optional, *OTHER_LEAVES}
     foreign = sorted(tensors.keys() - known)
     for leaf in foreign:
         entry = tensors[leaf]

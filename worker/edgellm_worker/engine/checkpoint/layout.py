@@ -1,4 +1,4 @@
-"""The tensors that an architecture consists of: names inside their namespace, and shapes. One table per kind of layer.
+"""The tensors that a model consists of: names inside their namespace, and shapes. One table per kind of layer.
 
 Names are those of the published checkpoints with the prefix taken off (`model.`, `model.language_model.`, `mtp.`), so
 base and draft share short names such as `layers.0.mlp.down_proj`; what tells them apart is the namespace.
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from edgellm_worker.engine.checkpoint.architecture import Architecture, Family, LayerKind, LinearAttention
+from edgellm_worker.engine.models.config import AttentionConfig, DeltaNetConfig, LayerKind, ModelConfig
 
 
 class Namespace(StrEnum):
@@ -40,92 +40,85 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 
-# What the draft takes from the base when it has none of its own.
+# Modules of the base that the draft uses as its own.
 SHARED_WITH_DRAFT = ("embed_tokens", "lm_head")
 
+_Shapes = dict[str, tuple[int, ...]]
 
-def base_parts(arch: Architecture) -> Iterator[Part]:
-    hidden, vocab = arch.hidden_size, arch.vocab_size
+
+def base_parts(config: ModelConfig) -> Iterator[Part]:
+    hidden, vocab = config.hidden_size, config.vocab_size
     yield Part(Namespace.BASE, "embed_tokens.weight", (vocab, hidden), is_linear=False)
-    for index, kind in enumerate(arch.layer_kinds):
-        yield from _layer(arch, Namespace.BASE, index, kind)
+    for index, kind in enumerate(config.layers):
+        yield from _layer(config, Namespace.BASE, index, kind)
     yield Part(Namespace.BASE, "norm.weight", (hidden,), is_linear=False)
-    if not arch.tie_word_embeddings:
+    if not config.has_tied_head:
         yield Part(Namespace.BASE, "lm_head", (vocab, hidden), is_linear=True)
 
 
-def mtp_parts(arch: Architecture) -> Iterator[Part]:
+def mtp_parts(config: ModelConfig) -> Iterator[Part]:
     """The draft: `fc` joins embedding and hidden state, then one full-attention layer and a norm."""
-    hidden = arch.hidden_size
-    if arch.has_mtp_embeddings:
-        yield Part(Namespace.MTP, "embed_tokens.weight", (arch.vocab_size, hidden), is_linear=False)
+    hidden = config.hidden_size
     yield Part(Namespace.MTP, "pre_fc_norm_embedding.weight", (hidden,), is_linear=False)
     yield Part(Namespace.MTP, "pre_fc_norm_hidden.weight", (hidden,), is_linear=False)
     yield Part(Namespace.MTP, "fc", (hidden, 2 * hidden), is_linear=True)
-    yield from _layer(arch, Namespace.MTP, 0, LayerKind.FULL)
+    yield from _layer(config, Namespace.MTP, 0, LayerKind.ATTENTION)
     yield Part(Namespace.MTP, "norm.weight", (hidden,), is_linear=False)
 
 
-def head_part(arch: Architecture, namespace: Namespace) -> Part:
-    """An lm_head that a checkpoint may hold though nothing asks for it: beside tied embeddings, or the draft's own."""
-    return Part(namespace, "lm_head", (arch.vocab_size, arch.hidden_size), is_linear=True)
+def bias_part(part: Part) -> Part:
+    """The bias of a linear part, for models that have one there."""
+    return Part(part.namespace, f"{part.name}.bias", part.shape[:1], is_linear=False)
 
 
-def _layer(arch: Architecture, namespace: Namespace, index: int, kind: LayerKind) -> Iterator[Part]:
-    prefix = f"layers.{index}."
-    hidden, inner = arch.hidden_size, arch.intermediate_size
-    arrays: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    linears = {
+def _layer(config: ModelConfig, namespace: Namespace, index: int, kind: LayerKind) -> Iterator[Part]:
+    arrays, linears = _mlp(config)
+    if kind is LayerKind.DELTA_NET and config.delta_net is not None:
+        mixer_arrays, mixer_linears = _delta_net(config.delta_net, config.hidden_size)
+    else:
+        mixer_arrays, mixer_linears = _attention(config.attention, config.hidden_size)
+    for name, shape in (arrays | mixer_arrays).items():
+        yield Part(namespace, f"layers.{index}.{name}", shape, is_linear=False)
+    for name, shape in (linears | mixer_linears).items():
+        yield Part(namespace, f"layers.{index}.{name}", shape, is_linear=True)
+
+
+def _mlp(config: ModelConfig) -> tuple[_Shapes, _Shapes]:
+    """The layer's norms and its feed-forward matrices."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    norms: _Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    return norms, {
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    if kind is LayerKind.LINEAR and arch.linear is not None:
-        arrays |= _delta_arrays(arch.linear)
-        linears |= _delta_linears(arch.linear, hidden)
-    else:
-        arrays |= _attention_arrays(arch)
-        linears |= _attention_linears(arch)
-    for name, shape in arrays.items():
-        yield Part(namespace, prefix + name, shape, is_linear=False)
-    for name, shape in linears.items():
-        yield Part(namespace, prefix + name, shape, is_linear=True)
 
 
-def _attention_arrays(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    if arch.family is Family.LLAMA:
-        return {}
-    return {"self_attn.q_norm.weight": (arch.head_dim,), "self_attn.k_norm.weight": (arch.head_dim,)}
-
-
-def _attention_linears(arch: Architecture) -> dict[str, tuple[int, int]]:
-    hidden = arch.hidden_size
-    query, key = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    return {
-        "self_attn.q_proj": (query * 2 if arch.has_output_gate else query, hidden),
+def _attention(attention: AttentionConfig, hidden: int) -> tuple[_Shapes, _Shapes]:
+    dim = attention.head_dim
+    query, key = attention.num_heads * dim, attention.num_kv_heads * dim
+    norms: _Shapes = {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    return norms if attention.has_qk_norm else {}, {
+        "self_attn.q_proj": (query * 2 if attention.is_gated else query, hidden),
         "self_attn.k_proj": (key, hidden),
         "self_attn.v_proj": (key, hidden),
         "self_attn.o_proj": (hidden, query),
     }
 
 
-def _delta_arrays(linear: LinearAttention) -> dict[str, tuple[int, ...]]:
-    return {
-        "linear_attn.A_log": (linear.num_value_heads,),
-        "linear_attn.dt_bias": (linear.num_value_heads,),
-        "linear_attn.conv1d.weight": (linear.conv_dim, 1, linear.conv_kernel),
-        "linear_attn.norm.weight": (linear.value_head_dim,),
+def _delta_net(delta: DeltaNetConfig, hidden: int) -> tuple[_Shapes, _Shapes]:
+    values = delta.num_value_heads
+    inner = values * delta.value_dim
+    arrays: _Shapes = {
+        "linear_attn.A_log": (values,),
+        "linear_attn.dt_bias": (values,),
+        "linear_attn.conv1d.weight": (delta.num_channels, 1, delta.conv_kernel),
+        "linear_attn.norm.weight": (delta.value_dim,),
     }
-
-
-def _delta_linears(linear: LinearAttention, hidden: int) -> dict[str, tuple[int, int]]:
-    return {
-        "linear_attn.in_proj_qkv": (linear.conv_dim, hidden),
-        "linear_attn.in_proj_z": (linear.value_dim, hidden),
-        "linear_attn.in_proj_b": (linear.num_value_heads, hidden),
-        "linear_attn.in_proj_a": (linear.num_value_heads, hidden),
-        "linear_attn.out_proj": (hidden, linear.value_dim),
+    return arrays, {
+        "linear_attn.in_proj_qkv": (delta.num_channels, hidden),
+        "linear_attn.in_proj_z": (inner, hidden),
+        "linear_attn.in_proj_b": (values, hidden),
+        "linear_attn.in_proj_a": (values, hidden),
+        "linear_attn.out_proj": (hidden, inner),
     }

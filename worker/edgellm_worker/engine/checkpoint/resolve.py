@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from edgellm_worker.engine.checkpoint.forms import (
-    KV_LEAVES,
+    OTHER_LEAVES,
     WEIGHT_LEAVES,
     Form,
     check_plain,
@@ -133,7 +133,7 @@ class Resolver:
 
     def _use(self, part: Part, module: Module, shape: tuple[int, ...], rows: slice) -> None:
         """`shape` is the stored module's, of which `part` is the `rows`."""
-        self.result.used.update(entry.name for leaf, entry in module.tensors.items() if leaf not in KV_LEAVES)
+        self.result.used.update(entry.name for leaf, entry in module.tensors.items() if leaf not in OTHER_LEAVES)
         form = self._form(module, shape)
         if form is None:
             return

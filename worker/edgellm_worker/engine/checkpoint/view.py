@@ -13,7 +13,8 @@ import numpy as np
 
 from edgellm_worker.engine.checkpoint.kv import KvPlan
 from edgellm_worker.engine.checkpoint.layout import SHARED_WITH_DRAFT, Namespace
-from edgellm_worker.engine.checkpoint.quantization import KvScheme, Scheme
+from edgellm_worker.engine.checkpoint.model import Model
+from edgellm_worker.engine.checkpoint.quantization import Scheme
 from edgellm_worker.engine.checkpoint.resolve import LinearSource, Resolution
 from edgellm_worker.engine.checkpoint.shard import Shard, TensorEntry
 from edgellm_worker.engine.checkpoint.values import read_scalar
@@ -33,15 +34,18 @@ class WeightView:
     """`base` is the view that the draft borrows embedding and head from; None for the base itself."""
 
     namespace: Namespace
-    kv: KvPlan
-    is_tied: bool
-    _resolution: Resolution
+    _model: Model
     _shards: Mapping[str, Shard]
     base: WeightView | None = None
 
     @property
-    def kv_scheme(self) -> KvScheme:
-        return self.kv.scheme
+    def kv(self) -> KvPlan:
+        """How this namespace's KV cache is kept, and why."""
+        return self._model.kv[self.namespace]
+
+    @property
+    def _resolution(self) -> Resolution:
+        return self._model.resolution
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that full name (`lm_head.weight`), own, tied or borrowed."""
@@ -55,7 +59,7 @@ class WeightView:
         return self.base is not None and module in SHARED_WITH_DRAFT and self.base.has(name)
 
     def weight(self, name: str) -> Weight:
-        """The weight of module `name`, quantized or not. Raises `CheckpointError` where the model has no such module."""
+        """The weight of module `name`, quantized or not. Raises `CheckpointError` where there is no such module."""
         source = self._resolution.linears.get((self.namespace, name))
         if source is not None:
             return _READERS[source.scheme](self, source)
@@ -85,8 +89,7 @@ class WeightView:
         )
 
     def _is_tied_head(self, name: str) -> bool:
-        """A head stored beside tied embeddings was found before this is asked."""
-        return name == "lm_head" and self.is_tied and self.base is None
+        return name == "lm_head" and self._model.config.has_tied_head and self.base is None
 
     def _data(self, entry: TensorEntry) -> Array:
         return self._shards[entry.file].array(entry)

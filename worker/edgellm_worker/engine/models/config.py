@@ -86,6 +86,9 @@ _FAMILIES = {
     "llama": Family.LLAMA,
 }
 
+SUPPORTED = f"supported: {', '.join(sorted(_FAMILIES))}, dense"
+MAX_LAYERS = 512  # more is a damaged file: the tables made from the number stay small
+
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """Parse config.json. Raises `CheckpointError` with every problem, each naming its field."""
@@ -93,11 +96,11 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     text = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
     if "moe" in str(model_type) or text.get("num_experts") or text.get("num_local_experts"):
         raise CheckpointError(
-            [f"config.json: model_type {model_type!r} is a mixture of experts, which is not supported"]
+            [f"config.json: model_type: {model_type!r} is a mixture of experts, which is not supported; {SUPPORTED}"]
         )
     family = _FAMILIES.get(str(model_type))
     if family is None:
-        raise CheckpointError([f"config.json: model_type {model_type!r} is not one of {', '.join(sorted(_FAMILIES))}"])
+        raise CheckpointError([f"config.json: model_type: {model_type!r} is not supported; {SUPPORTED}"])
     fields = Fields(text)
     parsed = _read_text(family, fields, has_tied_head=_is_tied(config, text))
     fields.raise_problems()
@@ -154,6 +157,8 @@ def _read_attention(family: Family, fields: Fields, hidden_size: int) -> Attenti
 def _read_layers(fields: Fields, *, is_hybrid: bool) -> tuple[LayerKind, ...]:
     """`layer_types` where given, else full attention at every `full_attention_interval`-th layer (hybrid) or all."""
     num_layers = fields.positive("num_hidden_layers")
+    fields.require(num_layers <= MAX_LAYERS, "num_hidden_layers", f"at most {MAX_LAYERS} are supported")
+    num_layers = min(num_layers, MAX_LAYERS)
     interval = fields.positive("full_attention_interval", 4) if is_hybrid else 1
     default = [LayerKind.ATTENTION if (i + 1) % interval == 0 else LayerKind.DELTA_NET for i in range(num_layers)]
     names = fields.names("layer_types", [str(kind) for kind in default])
