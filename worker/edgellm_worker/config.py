@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from edgellm_producer.keys import NAME_PATTERN
 from edgellm_worker.batching import FormerConfig, Scheduling
+from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from edgellm_worker.errors import ConfigError
 from edgellm_worker.logs import LogFormat
 
@@ -32,8 +33,9 @@ def _split_names(value: object) -> object:
     return [name for name in value.replace(",", " ").split() if name] if isinstance(value, str) else value
 
 
-def _json_text(value: object) -> object:
-    return json.loads(value) if isinstance(value, str) else value
+def _speculative(value: object) -> object:
+    given = json.loads(value) if isinstance(value, str) else value
+    return SpeculativeConfig.read(given) if isinstance(given, dict) else given
 
 
 def _option(group: str, text: str, *, default: Any, metavar: str = "N", **bounds: Any) -> Any:
@@ -41,7 +43,7 @@ def _option(group: str, text: str, *, default: Any, metavar: str = "N", **bounds
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
-JsonMap = Annotated[dict[str, Any], BeforeValidator(_json_text)]
+Drafting = Annotated[SpeculativeConfig, BeforeValidator(_speculative)]
 
 _MODEL: Final = "model"
 _ENGINE: Final = "engine limits"
@@ -66,7 +68,7 @@ class Settings(BaseModel):
     rewrite_mtp: bool = _option(
         _MODEL, "give the vendor's builder a copy of the checkpoint whose draft tensors it can read", default=False
     )
-    speculative_config: JsonMap | None = _option(
+    speculative_config: Drafting | None = _option(
         _MODEL,
         'draft settings, e.g. {"method":"mtp","num_speculative_tokens":3}; default: what the checkpoint has',
         default=None,

@@ -73,6 +73,7 @@ class Daemon:
         self._metrics = parts.metrics
         self._clock = parts.clock
         self._config = config
+        self._wake = asyncio.Event()
         self._former = BatchFormer(config.former, name=parts.model.worker)
         self._outbox = Outbox(parts.queue, self, parts.clock, budget_s=config.publish_budget_s)
         self._rows = Rows(parts.engine, parts.model, self._outbox, parts.metrics, parts.clock)
@@ -82,6 +83,7 @@ class Daemon:
             block_s=config.block_s,
             room=self._room_to_read,
             deliver=self._arrived,
+            woken=self._wake.set,
         )
         self._waiting: dict[str, PreparedJob] = {}  # in the former, or starting
         self._starting: Batch | None = None  # between former and engine
@@ -89,7 +91,6 @@ class Daemon:
         self._num_arrived = 0
         self._grace_ends_at: float | None = None  # set: draining
         self._loop_at = parts.clock()
-        self._wake = asyncio.Event()
         self._reader_ended = False
         self._has_stopped = False
         self._crash: BaseException | None = None

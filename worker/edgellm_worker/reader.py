@@ -19,7 +19,9 @@ from edgellm_worker.retry import backoff_s
 
 
 class Reader:
-    """`room` says how many jobs may be read now; `deliver` takes each, prepared or refused."""
+    """`room` says how many jobs may be read now; `deliver` takes each, prepared or refused; `woken` is called whenever
+    a wait ends, because what ended it may be a cancellation and not a job.
+    """
 
     def __init__(
         self,
@@ -29,12 +31,14 @@ class Reader:
         block_s: float,
         room: Callable[[], int],
         deliver: Callable[[Delivery, PreparedJob | Reply], None],
+        woken: Callable[[], None],
     ) -> None:
         self._queue = queue
         self._intake = intake
         self._block_s = block_s
         self._room = room
         self._deliver = deliver
+        self._woken = woken
         self._has_room = asyncio.Event()
         self._stopping = asyncio.Event()
         self._log = structlog.get_logger("edgellm_worker.reader")
@@ -61,6 +65,7 @@ class Reader:
             try:
                 if not may_have_more:
                     await self._queue.wait(self._block_s)
+                    self._woken()
                 room = self._room()
                 deliveries = await self._queue.take(room) if room > 0 else []
             except QueueUnavailable as error:
