@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgellm_worker.engine.models.config import ModelConfig
 from edgellm_worker.engine.models.decoder import Decoder, read_decoder
@@ -18,6 +18,9 @@ class Model:
     base: Decoder
     mtp: Mtp | None
     no_mtp_reason: str | None = None
+
+    def without_mtp(self) -> Model:
+        return replace(self, mtp=None)
 
 
 def read_model(config: ModelConfig, base: WeightSource, draft: WeightSource | None) -> Model:

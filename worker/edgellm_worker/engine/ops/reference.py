@@ -33,6 +33,11 @@ class NumpyOps:
         # The weights are kept beside what was made of them: their ids stay theirs.
         self._decoded: dict[tuple[object, ...], tuple[tuple[Weight, ...], Array]] = {}
 
+    @property
+    def decoded_bytes(self) -> int:
+        """Memory of the weights decoded so far."""
+        return sum(array.nbytes for _, array in self._decoded.values())
+
     # --- tokens, projections, pointwise ---
 
     def embed(self, table: Weight, ids: Array) -> Array:
