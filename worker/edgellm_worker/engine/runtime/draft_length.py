@@ -10,7 +10,8 @@ keeps running estimates of both and takes the k with the most tokens per second.
                  spent on another length, the one not seen for longest, when the loss that the estimates foresee for it
                  fits a budget of `LOOK_SHARE` of the time spent so far. So a poor length is looked at rarely, a
                  near-equal one often, and a length of 0 is left again when drafts become good
-    forgetting   old observations fade (`MEMORY_ROWS`, `MEMORY_STEPS`), so a change of text or load is noticed
+    forgetting   old observations fade (`MEMORY_ROWS`, `MEMORY_STEPS`, `FADING_STEPS`), so that a change of text or load
+                 is noticed
 
 No clock and no random numbers: the same observations give the same choices. How near this comes to the best fixed
 length is tested over recorded traces (tests/unit/test_draft_length_simulation.py).
@@ -28,6 +29,7 @@ LOOK_SHARE: Final = 0.01
 LOOK_EVERY_STEPS: Final = 16
 MEMORY_ROWS: Final = 512.0
 MEMORY_STEPS: Final = 64.0
+FADING_STEPS: Final = 512.0
 OUTLIER: Final = 1.5
 _PRIOR_SHARE: Final = 0.7
 _PRIOR_ROWS: Final = 2.0
@@ -118,12 +120,14 @@ class _StepTimes:
         self._means: dict[int, float] = {}
         self._counts: dict[int, float] = {}
 
-    def observe(self, length: int, step_s: float) -> None:
+    def observe(self, length: int, step_s: float, num_steps_since: int) -> None:
+        """`num_steps_since` this length was last run: the longer ago, the more the new time counts."""
         if length not in self._means:
             self._means[length], self._counts[length] = step_s, 1.0
             return
         mean = self._means[length]
-        count = self._counts[length] = min(self._counts[length] + 1.0, MEMORY_STEPS)
+        faded = self._counts[length] * (1.0 - 1.0 / FADING_STEPS) ** (num_steps_since - 1)
+        count = self._counts[length] = min(faded + 1.0, MEMORY_STEPS)
         self._means[length] = mean + (min(step_s, OUTLIER * mean) - mean) / count
 
     @property
@@ -191,8 +195,8 @@ class AdaptiveDraftLength:
         load.budget_s += LOOK_SHARE * observation.step_s
         if length != load.current:
             load.budget_s -= self._loss_s(load, length)
-        load.times.observe(length, observation.step_s)
         load.num_steps += 1
+        load.times.observe(length, observation.step_s, load.num_steps - load.last_seen[length])
         load.last_seen[length] = load.num_steps
         self._settle(load)
 

@@ -40,7 +40,7 @@ class SpeculativeConfig:
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
         """Raises `ValueError` whose text names every problem, "; " between them."""
-        problems = [f"unknown key {key!r}; known: {', '.join(_KEYS)}" for key in given if key not in _KEYS]
+        problems = [f"unknown key {key!r} (known: {', '.join(_KEYS)})" for key in given if key not in _KEYS]
         method, adaptive = given.get("method", "mtp"), given.get("adaptive", False)
         length: Any = given.get("num_speculative_tokens")
         schedule = given.get(_SCHEDULE)
