@@ -9,6 +9,7 @@ EdgellmError
 ├── ResultTimeout    the *wait* ran out; the job lives on, ask again
 ├── ResultExpired    it was answered, but the reply's time to live has passed
 ├── UnknownJob       no such job: never submitted to this queue, or forgotten
+├── QueueUnreachable Redis does not answer, or refuses; nothing is known to have been lost, try again
 └── ProtocolError    a message that this version cannot read
 """
 
@@ -25,10 +26,13 @@ class EdgellmError(Exception):
 
 
 class QueueFull(EdgellmError):  # noqa: N818 - the names are the product's vocabulary
-    def __init__(self, length: int, limit: int) -> None:
+    """`accepted_ids`: what a bulk submit had got in before the bound, in order."""
+
+    def __init__(self, length: int, limit: int, accepted_ids: tuple[str, ...] = ()) -> None:
         super().__init__(f"queue is full: {length} jobs, limit {limit}")
         self.length = length
         self.limit = limit
+        self.accepted_ids = accepted_ids
 
 
 class JobError(EdgellmError):
@@ -68,6 +72,10 @@ class ResultExpired(EdgellmError):  # noqa: N818
 
 class UnknownJob(EdgellmError):  # noqa: N818
     """Neither queued, nor running, nor answered here."""
+
+
+class QueueUnreachable(EdgellmError, ConnectionError):  # noqa: N818
+    """Redis cannot be reached or refuses; the library's own error is the cause."""
 
 
 class ProtocolError(EdgellmError):

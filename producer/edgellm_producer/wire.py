@@ -256,13 +256,14 @@ def encode(message: BaseModel) -> bytes:
     return packed
 
 
-def _nesting(value: object, depth: int = 0) -> int:
+def nesting(value: object, depth: int = 0) -> int:
+    """Levels of maps and lists, counted no further than MAX_NESTING + 1."""
     if depth > MAX_NESTING:
         return depth
     if isinstance(value, dict):
-        return max((_nesting(v, depth + 1) for v in value.values()), default=depth + 1)
+        return max((nesting(v, depth + 1) for v in value.values()), default=depth + 1)
     if isinstance(value, list):
-        return max((_nesting(v, depth + 1) for v in value), default=depth + 1)
+        return max((nesting(v, depth + 1) for v in value), default=depth + 1)
     return depth
 
 
@@ -276,7 +277,7 @@ def unpack(payload: bytes, *, limit: int = MAX_JOB_BYTES) -> dict[str, Any]:
         raise ProtocolError(f"not msgpack: {type(error).__name__}") from error
     if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
         raise ProtocolError("not a map with string keys")
-    if _nesting(value) > MAX_NESTING:
+    if nesting(value) > MAX_NESTING:
         raise ProtocolError(f"nested deeper than {MAX_NESTING} levels")
     return value
 

@@ -1,0 +1,205 @@
+"""The asyncio client.
+
+One `Producer` per process and event loop; it may be shared by any number of tasks, never by threads or across a fork
+(`BlockingProducer` is for threads). It connects on first use: a pool for commands, one connection for all waits.
+
+Every command it sends may run twice without harm (a submit carries its job's id), so commands are repeated by
+themselves when a connection breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+from edgellm_producer.connect import LinkOptions, connect
+from edgellm_producer.envelope import Envelope, seal
+from edgellm_producer.errors import EdgellmError, JobRejected, QueueFull, QueueUnreachable, UnknownJob
+from edgellm_producer.job import CancelOutcome, JobState, JobStatus, SubmittedJob
+from edgellm_producer.keys import Keys
+from edgellm_producer.reader import BLOCK_MARGIN_S, BLOCK_MS, Feed, ReplyReader
+from edgellm_producer.scripts import run, script
+from edgellm_producer.wire import ErrorCode, ErrorInfo, FinishReason, Reply, Status, encode
+
+COMMAND_RETRIES: Final = 3
+MAX_BULK_JOBS: Final = 500
+MAX_BULK_BYTES: Final = 4 << 20
+FULL_PAUSE_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class MapOutcome:
+    """One job of `map`: its place in the input, and its reply or the error that it ended with."""
+
+    index: int
+    reply: Reply | None
+    error: EdgellmError | None
+
+
+@contextmanager
+def _mapped_errors() -> Iterator[None]:
+    from redis.exceptions import RedisError  # noqa: PLC0415
+
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise QueueUnreachable(f"{type(error).__name__}: {error}") from error
+
+
+class Producer:
+    """`async with Producer("redis://localhost") as producer: job = await producer.submit("Hello", max_tokens=16)`
+
+    `password` is for those who keep it out of the URL.
+    """
+
+    def __init__(
+        self,
+        url: str = "redis://localhost:6379",
+        *,
+        queue: str = "default",
+        password: str | None = None,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self._keys = Keys(queue)
+        options = LinkOptions(timeout_s=timeout_s, retries=COMMAND_RETRIES, password=password)
+        with _mapped_errors():
+            self._client = connect(url, options)
+            self._blocked = connect(
+                url, LinkOptions(timeout_s=BLOCK_MS / 1000 + BLOCK_MARGIN_S, max_connections=1, password=password)
+            )
+        self._reader = ReplyReader(self._blocked, self._client)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._reader.close()
+        await self._blocked.aclose()
+        await self._client.aclose()
+
+    async def submit(self, prompt: str | None = None, **fields: Any) -> SubmittedJob:
+        """Enqueue one job. `fields` are those of `wire.Job`: messages, max_tokens, temperature, stream, timeout_s, ...
+
+        Raises `JobRejected` (a field is wrong, or another body holds the idempotency key) and `QueueFull`.
+        """
+        envelope = seal({"prompt": prompt, **fields})
+        (answer,) = await self._run("submit", envelope.arguments())
+        return self._submitted(envelope, answer)
+
+    async def submit_many(self, jobs: Iterable[Mapping[str, Any]]) -> list[SubmittedJob]:
+        """Enqueue many jobs, in order, in one round trip per 500 jobs or 4 MiB.
+
+        All are validated before the first is sent. `QueueFull` says which ids had got in before the bound.
+        """
+        envelopes = [seal(fields) for fields in jobs]
+        submitted: list[SubmittedJob] = []
+        for chunk in _chunks(envelopes):
+            answers = await self._run("submit", [word for envelope in chunk for word in envelope.arguments()])
+            for envelope, answer in zip(chunk, answers, strict=True):
+                try:
+                    submitted.append(self._submitted(envelope, answer))
+                except QueueFull as full:
+                    raise QueueFull(full.length, full.limit, tuple(job.id for job in submitted)) from full
+        return submitted
+
+    def _submitted(self, envelope: Envelope, answer: Sequence[bytes]) -> SubmittedJob:
+        outcome = answer[0]
+        if outcome == b"full":
+            raise QueueFull(int(answer[1]), int(answer[2]))
+        if outcome == b"conflict":
+            message = f"{envelope.job.idempotency_key!r} belongs to job {answer[1].decode()}, whose body differs"
+            raise JobRejected(ErrorCode.IDEMPOTENCY_CONFLICT, message, field="idempotency_key")
+        if outcome == b"known":
+            return SubmittedJob(self, answer[1].decode(), is_duplicate=True)
+        return SubmittedJob(self, envelope.job.id)
+
+    def job(self, job_id: str) -> SubmittedJob:
+        """A job submitted earlier, here or elsewhere."""
+        return SubmittedJob(self, job_id, is_attached=True)
+
+    async def status(self, job_id: str) -> JobStatus:
+        (row,) = await self._run("status", [job_id])
+        state, attempt, enqueued_at, status, has_reply = row
+        return JobStatus(
+            id=job_id,
+            state=JobState(state.decode()),
+            attempt=int(attempt),
+            enqueued_at_ms=int(enqueued_at),
+            status=Status(status.decode()) if status else None,
+            has_reply=bool(has_reply),
+        )
+
+    async def cancel(self, job_id: str) -> CancelOutcome:
+        """Raises `UnknownJob`. A job that has not started is answered at once, by this call."""
+        info = ErrorInfo(code=ErrorCode.CANCELLED, message="cancelled before it ran")
+        reply = Reply(id=job_id, status=Status.CANCELLED, finish_reason=FinishReason.CANCELLED, error=info)
+        answer = await self._run("cancel", [job_id, encode(reply)])
+        outcome = answer[0].decode()
+        if outcome == "unknown":
+            raise UnknownJob(f"this queue does not know {job_id}")
+        return CancelOutcome(outcome)
+
+    async def map(
+        self, jobs: Iterable[Mapping[str, Any]], *, concurrency: int = 64, timeout_s: float | None = None
+    ) -> AsyncIterator[MapOutcome]:
+        """Run any number of jobs, at most `concurrency` at a time, and yield each as it ends.
+
+        A full queue is waited for; a job's own error is yielded, so that one bad job stops nothing. `jobs` is read only
+        as fast as places become free.
+        """
+        source = enumerate(jobs)
+        running: set[asyncio.Task[MapOutcome]] = set()
+        try:
+            while True:
+                while len(running) < concurrency and (item := next(source, None)) is not None:
+                    running.add(asyncio.create_task(self._run_one(*item, timeout_s)))
+                if not running:
+                    return
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _run_one(self, index: int, fields: Mapping[str, Any], timeout_s: float | None) -> MapOutcome:
+        try:
+            while True:
+                try:
+                    job = await self.submit(**fields)
+                    break
+                except QueueFull:
+                    await asyncio.sleep(FULL_PAUSE_S)
+            return MapOutcome(index, await job.result(timeout_s), None)
+        except EdgellmError as error:
+            return MapOutcome(index, None, error)
+
+    def feed(self, job_id: str) -> AbstractContextManager[Feed]:
+        return self._reader.feed(self._keys.reply(job_id))
+
+    async def _run(self, name: str, args: Sequence[str | bytes | int]) -> Any:
+        with _mapped_errors():
+            return await run(self._client, script(name), self._keys.config, args)
+
+
+def _chunks(envelopes: Sequence[Envelope]) -> Iterator[list[Envelope]]:
+    chunk: list[Envelope] = []
+    size = 0
+    for envelope in envelopes:
+        if chunk and (len(chunk) == MAX_BULK_JOBS or size + len(envelope.packed) > MAX_BULK_BYTES):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(envelope)
+        size += len(envelope.packed)
+    if chunk:
+        yield chunk

@@ -1,0 +1,134 @@
+"""One blocked read for all the replies that a producer waits for.
+
+A reply key is a small stream that nobody consumes: its readers keep a position and lose nothing, whatever happens to
+their connections. All of them share one XREAD on a connection of its own. A key that is added while the read is blocked
+interrupts it with CLIENT UNBLOCK; where that is not allowed, the read ends by itself within BLOCK_MS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+BLOCK_MS: Final = 1000
+BLOCK_MARGIN_S: Final = 2.0
+UNBLOCK_AGAIN_S: Final = 0.005
+BACK_OFF_S: Final = (0.05, 0.2, 0.5, 1.0)
+
+
+class ReplyEntry(NamedTuple):
+    """`is_done` tells the one answer from a delta."""
+
+    is_done: bool
+    payload: bytes
+
+
+@dataclass(slots=True)
+class Feed:
+    """One reply key: all entries so far, in order, for every reader that came or comes."""
+
+    position: bytes = b"0-0"
+    entries: list[ReplyEntry] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    num_readers: int = 0
+
+    def put(self, position: bytes, entry: ReplyEntry) -> None:
+        self.position = position
+        self.entries.append(entry)
+        self.changed.set()
+
+    async def entry_at(self, index: int) -> ReplyEntry:
+        """The entry at this place, as soon as it is there."""
+        while index >= len(self.entries):
+            self.changed.clear()
+            await self.changed.wait()
+        return self.entries[index]
+
+
+class ReplyReader:
+    """`blocked` is a client with one connection for the read alone; `control` sends the interrupts."""
+
+    def __init__(self, blocked: Any, control: Any) -> None:
+        self._blocked = blocked
+        self._control = control
+        self._feeds: dict[bytes, Feed] = {}
+        self._has_feeds = asyncio.Event()
+        self._client_id: int | None = None
+        self._reading: dict[bytes, Feed] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._unblocker: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def feed(self, key: str) -> Iterator[Feed]:
+        name = key.encode()
+        feed = self._feeds.get(name)
+        if feed is None:
+            feed = self._feeds[name] = Feed()
+            self._added()
+        feed.num_readers += 1
+        try:
+            yield feed
+        finally:
+            feed.num_readers -= 1
+            if feed.num_readers == 0 and self._feeds.get(name) is feed:
+                del self._feeds[name]
+
+    def _added(self) -> None:
+        self._has_feeds.set()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        elif self._reading is not None and self._unblocker is None:
+            self._unblocker = asyncio.create_task(self._unblock(self._reading))
+
+    async def _unblock(self, reading: dict[bytes, Feed]) -> None:
+        """Until that very read has ended: an interrupt that arrives before the read itself does nothing."""
+        from redis.exceptions import RedisError  # noqa: PLC0415
+
+        try:
+            while self._reading is reading and self._client_id is not None:
+                await self._control.client_unblock(self._client_id)
+                await asyncio.sleep(UNBLOCK_AGAIN_S)
+        except (RedisError, OSError):
+            pass  # the read ends by itself within BLOCK_MS
+        finally:
+            self._unblocker = None
+
+    async def _run(self) -> None:
+        from redis.exceptions import RedisError  # noqa: PLC0415
+
+        failures = 0
+        while True:
+            if not self._feeds:
+                self._has_feeds.clear()
+                await self._has_feeds.wait()
+            try:
+                await self._read_once()
+                failures = 0
+            except (RedisError, OSError):
+                self._client_id = None
+                await asyncio.sleep(BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)])
+                failures += 1
+
+    async def _read_once(self) -> None:
+        if self._client_id is None:
+            self._client_id = int(await self._blocked.client_id())
+        self._reading = reading = dict(self._feeds)
+        positions = {name: feed.position for name, feed in reading.items()}
+        try:
+            reply = await self._blocked.xread(positions, block=BLOCK_MS)
+        finally:
+            self._reading = None
+        for name, entries in reply or ():
+            feed = reading[name]
+            for entry_id, fields in entries:
+                for kind, payload in fields.items():
+                    feed.put(entry_id, ReplyEntry(kind == b"done", payload))
+
+    async def close(self) -> None:
+        for task in (self._task, self._unblocker):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
