@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm_worker.engine.checkpoint.decode import decode as float32
 from edgellm_worker.engine.checkpoint.weights import Array, Weight
 from edgellm_worker.engine.ops import delta
 from edgellm_worker.engine.ops.api import DeltaInputs, DeltaPending, KvCache, KvDtype
-from edgellm_worker.engine.ops.decode import float32
 
 STORAGE: Final[dict[KvDtype, np.dtype]] = {
     KvDtype.FLOAT32: np.dtype(np.float32),
@@ -27,16 +27,15 @@ _E4M3: Final = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).asty
 
 
 class NumpyOps:
-    """`Ops[Array]`. Each weight is decoded to float32 once and kept, so an instance belongs to one model."""
+    """`Ops[Array]`. Each weight is decoded to float32 once and kept, so an instance belongs to one model.
+
+    `decoded_bytes` is the memory of what was decoded so far.
+    """
 
     def __init__(self) -> None:
+        self.decoded_bytes = 0
         # The weights are kept beside what was made of them: their ids stay theirs.
         self._decoded: dict[tuple[object, ...], tuple[tuple[Weight, ...], Array]] = {}
-
-    @property
-    def decoded_bytes(self) -> int:
-        """Memory of the weights decoded so far."""
-        return sum(array.nbytes for _, array in self._decoded.values())
 
     # --- tokens, projections, pointwise ---
 
@@ -202,6 +201,7 @@ class NumpyOps:
         found = self._decoded.get(key)
         if found is None:
             found = self._decoded[key] = (weights, decode(*weights))
+            self.decoded_bytes += found[1].nbytes
         return found[1]
 
 

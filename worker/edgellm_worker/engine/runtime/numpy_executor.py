@@ -44,7 +44,7 @@ class NumpyExecutor:
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
-        return {"weights": self._ops.decoded_bytes, **self._state.memory_bytes()}
+        return {"weights": self._ops.decoded_bytes, **self._state.memory_bytes}
 
     def clear(self, slot: int) -> None:
         self._state.clear(slot)

@@ -39,8 +39,9 @@ class NumpyState:
         self._draft = None if model.mtp is None else _reserve_cache(model, model.mtp.layer, shape)
         self.hidden = np.zeros((shape.num_slots, shape.max_verify, model.config.hidden_size), np.float32)
         self._num_written = [0] * shape.num_slots
+        self.memory_bytes = self._measure()
 
-    def memory_bytes(self) -> dict[str, int]:
+    def _measure(self) -> dict[str, int]:
         caches = [m for m in (*self._base, self._draft) if isinstance(m, KvCache)]
         deltas = [m for m in self._base if isinstance(m, DeltaNetState)]
         return {

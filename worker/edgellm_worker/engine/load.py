@@ -1,0 +1,47 @@
+"""From a kind's name to an engine. What a kind needs is imported only when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Final, cast
+
+from edgellm_worker.engine.api import Engine
+from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint
+from edgellm_worker.engine.errors import BuildError
+from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What the operator asks of any engine. Lengths in tokens.
+
+    speculative            None: what the checkpoint can do, three drafts a step where it has MTP
+    prefill_chunk_tokens   most prompt tokens read in one step, between two rounds of the running rows
+    """
+
+    max_batch_size: int = 4
+    max_input_len: int = 1024
+    max_kv_cache_capacity: int = 2048
+    speculative: SpeculativeConfig | None = None
+    prefill_chunk_tokens: int = 128
+
+
+EngineOpener = Callable[[Checkpoint, EngineOptions], Engine]
+
+KINDS: Final = {
+    "reference": "edgellm_worker.engine.runtime.reference",
+}
+"""The module of each kind; it has `open_engine`, an `EngineOpener`."""
+
+
+def load_engine(kind: str, checkpoint: Checkpoint, options: EngineOptions) -> Engine:
+    """Raises `BuildError` (no such kind, or it is not installed), `CheckpointError`, `CapacityError`."""
+    if kind not in KINDS:
+        raise BuildError(f"no engine is called {kind!r}; there are {', '.join(sorted(KINDS))}")
+    try:
+        module = import_module(KINDS[kind])
+    except ImportError as error:
+        raise BuildError(f"engine {kind!r} is not installed here: {error}") from error
+    return cast("EngineOpener", module.open_engine)(checkpoint, options)
