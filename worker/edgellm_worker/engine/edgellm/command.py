@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
 from edgellm_worker.engine.edgellm.builder import BuiltBundle, build_bundle
 from edgellm_worker.engine.edgellm.cache import BuildOptions, content_digest
-from edgellm_worker.engine.edgellm.misread import facts_of
+from edgellm_worker.engine.edgellm.misread import read_facts
 from edgellm_worker.engine.edgellm.rewrite import rewrite_mtp
 
 
 def build(model_dir: Path, cache_dir: Path, options: BuildOptions, *, rewrites_mtp: bool = False) -> BuiltBundle:
     """`rewrites_mtp` is `--rewrite-mtp bf16`. Raises `CheckpointError` and `BuildError`."""
-    checkpoint = open_checkpoint(model_dir, read_values=False)
     if rewrites_mtp:
         copy = cache_dir / "edgellm" / "checkpoints" / f"{model_dir.name}-mtp-bf16-{content_digest(model_dir)[:16]}"
-        checkpoint = open_checkpoint(rewrite_mtp(model_dir, copy), read_values=False)
-    return build_bundle(facts_of(checkpoint), cache_dir, options)
+        model_dir = rewrite_mtp(model_dir, copy)
+    return build_bundle(read_facts(model_dir), cache_dir, options)
 
 
 def describe(built: BuiltBundle) -> str:

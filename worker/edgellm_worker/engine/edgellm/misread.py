@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint
+from edgellm_worker.engine.checkpoint.checkpoint import survey_checkpoint
 from edgellm_worker.engine.checkpoint.layout import Namespace
 from edgellm_worker.engine.checkpoint.quantization import KvScheme, Scheme
 from edgellm_worker.engine.errors import CheckpointError
@@ -52,16 +52,17 @@ class ModelFacts:
         return any(module.startswith(DRAFT_PREFIX) for module in self.schemes)
 
 
-def facts_of(checkpoint: Checkpoint) -> ModelFacts:
-    """Raises `CheckpointError` for a folder without a model, which `open_checkpoint` never returns."""
-    survey = checkpoint.survey
-    if survey.model is None:
-        raise CheckpointError([f"{checkpoint.path}: no model"])
-    linears = survey.model.resolution.linears.values()
+def read_facts(model_dir: Path) -> ModelFacts:
+    """Open and resolve the checkpoint. Raises `CheckpointError` with every problem."""
+    survey = survey_checkpoint(model_dir, read_values=False)
+    if survey.problems or survey.model is None:
+        raise CheckpointError([f"{model_dir}: {problem}" for problem in survey.problems])
     strongest = survey.claims[0] if survey.claims else None
     return ModelFacts(
-        model_dir=checkpoint.path,
-        schemes={source.stored_as.rpartition(".")[0]: source.scheme for source in linears},
+        model_dir=model_dir,
+        schemes={
+            source.stored_as.rpartition(".")[0]: source.scheme for source in survey.model.resolution.linears.values()
+        },
         is_mixed=strongest is not None and strongest.default is None,
         has_fp8_kv=survey.model.kv[Namespace.BASE].scheme is KvScheme.FP8,
     )
