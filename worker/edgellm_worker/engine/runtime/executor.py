@@ -50,12 +50,14 @@ class RoundInput:
     num_pairs  [B], at least 1
     position   [B], p
     commit     [B], 0 .. W
+    dense_rows rows whose scores must be `DenseScores`; candidates will do for the others
     """
 
     pairs: Int
     num_pairs: Int
     position: Int
     commit: Int
+    dense_rows: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

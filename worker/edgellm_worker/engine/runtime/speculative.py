@@ -156,6 +156,7 @@ class SpeculativeEngine:
             num_pairs=np.array([len(row.pairs) for row in running], np.int32),
             position=np.array([row.position for row in running], np.int32),
             commit=np.array([row.commit for row in running], np.int32),
+            dense_rows=frozenset(i for i, row in enumerate(running) if row.sampler.needs_dense),
         )
         return self._executor.run_round(batch, num_drafts, [_chooser(row) for row in running])
 
