@@ -34,10 +34,12 @@ class Feed:
     entries: list[ReplyEntry] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     num_readers: int = 0
+    is_done: bool = False
 
     def put(self, position: bytes, entry: ReplyEntry) -> None:
         self.position = position
         self.entries.append(entry)
+        self.is_done = self.is_done or entry.is_done
         self.changed.set()
 
     async def entry_at(self, index: int) -> ReplyEntry:
@@ -57,7 +59,10 @@ class ReplyReader:
         self._feeds: dict[bytes, Feed] = {}
         self._has_feeds = asyncio.Event()
         self._client_id: int | None = None
-        self._reading: dict[bytes, Feed] | None = None
+        self._is_blocked = False
+        self._num_changes = 0  # feeds added so far, and one for closing
+        self._num_changes_read = 0  # as many of them as the read in progress knows
+        self._is_closing = False
         self._task: asyncio.Task[None] | None = None
         self._unblocker: asyncio.Task[None] | None = None
 
@@ -67,7 +72,8 @@ class ReplyReader:
         feed = self._feeds.get(name)
         if feed is None:
             feed = self._feeds[name] = Feed()
-            self._added()
+            self._has_feeds.set()
+            self._interrupt()
         feed.num_readers += 1
         try:
             yield feed
@@ -76,19 +82,20 @@ class ReplyReader:
             if feed.num_readers == 0 and self._feeds.get(name) is feed:
                 del self._feeds[name]
 
-    def _added(self) -> None:
-        self._has_feeds.set()
+    def _interrupt(self) -> None:
+        """Have the read begin anew with what has changed."""
+        self._num_changes += 1
         if self._task is None:
             self._task = asyncio.create_task(self._run())
-        elif self._reading is not None and self._unblocker is None:
-            self._unblocker = asyncio.create_task(self._unblock(self._reading))
+        elif self._is_blocked and self._unblocker is None:
+            self._unblocker = asyncio.create_task(self._unblock())
 
-    async def _unblock(self, reading: dict[bytes, Feed]) -> None:
-        """Until that very read has ended: an interrupt that arrives before the read itself does nothing."""
+    async def _unblock(self) -> None:
+        """Until the read knows every change: an interrupt that arrives before the read itself does nothing."""
         from redis.exceptions import RedisError  # noqa: PLC0415
 
         try:
-            while self._reading is reading and self._client_id is not None:
+            while self._is_blocked and self._num_changes_read != self._num_changes and self._client_id is not None:
                 await self._control.client_unblock(self._client_id)
                 await asyncio.sleep(UNBLOCK_AGAIN_S)
         except (RedisError, OSError):
@@ -100,11 +107,14 @@ class ReplyReader:
         from redis.exceptions import RedisError  # noqa: PLC0415
 
         failures = 0
-        while True:
-            if not self._feeds:
+        while not self._is_closing:
+            if all(feed.is_done for feed in self._feeds.values()):
                 self._has_feeds.clear()
                 await self._has_feeds.wait()
+                continue
             try:
+                if self._client_id is None:
+                    self._client_id = int(await self._blocked.client_id())
                 await self._read_once()
                 failures = 0
             except (RedisError, OSError):
@@ -113,14 +123,16 @@ class ReplyReader:
                 failures += 1
 
     async def _read_once(self) -> None:
-        if self._client_id is None:
-            self._client_id = int(await self._blocked.client_id())
-        self._reading = reading = dict(self._feeds)
+        reading = {name: feed for name, feed in self._feeds.items() if not feed.is_done}
+        if not reading:
+            return  # they left while the connection was made
         positions = {name: feed.position for name, feed in reading.items()}
+        self._num_changes_read = self._num_changes
+        self._is_blocked = True
         try:
             reply = await self._blocked.xread(positions, block=BLOCK_MS)
         finally:
-            self._reading = None
+            self._is_blocked = False
         for name, entries in reply or ():
             feed = reading[name]
             for entry_id, fields in entries:
@@ -128,7 +140,11 @@ class ReplyReader:
                     feed.put(entry_id, ReplyEntry(kind == b"done", payload))
 
     async def close(self) -> None:
-        for task in (self._task, self._unblocker):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        """A blocked read is not cancelled but interrupted: a cancelled one leaves its connection in the middle."""
+        self._is_closing = True
+        if self._task is not None:
+            self._has_feeds.set()
+            self._interrupt()
+            await self._task
+        if self._unblocker is not None:
+            await self._unblocker
