@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 import edgellm_worker
 from edgellm_worker.engine.api import Engine, FinishReason, GenerationRequest, RowUpdate, SamplingParams, StepReport
-from edgellm_worker.engine.edgellm.open import EdgeLlmOptions, open_engine
+from edgellm_worker.engine.edgellm.open import EdgeLlmOptions, open_bundle
 from tests.support.fake_edgellm import Behaviour, make_module
 
 MODEL_DIR = Path(edgellm_worker.__file__).parent / "data" / "tiny-qwen3.5-mtp"
@@ -61,7 +61,7 @@ def write_bundle(path: Path, *, num_drafts: int = 3, **built: Any) -> Path:
 
 
 def open_fake(bundle_dir: Path, behaviour: Behaviour, values: Any = None, **options: Any) -> Engine:
-    return open_engine(EdgeLlmOptions(bundle_dir, MODEL_DIR, **options), make_module(behaviour, values))
+    return open_bundle(EdgeLlmOptions(bundle_dir, MODEL_DIR, **options), make_module(behaviour, values))
 
 
 def job(text: str, max_new_tokens: int = 16, **sampling: Any) -> GenerationRequest:

@@ -130,7 +130,7 @@ def test_sampled_jobs_run_undrafted_and_say_so(engine: Engine, behaviour: Behavi
     assert call["seeds"] == [7]
     assert call["top_k"] == 0
     assert call["top_p"] < 1 - 1e-6  # else the runtime's sampler would take temperature 1 for greedy
-    assert {update.drafting_off for update in got.updates[1]} == {"off: this engine drafts at temperature 0 only"}
+    assert {update.drafting_off for update in got.updates[1]} == {"this engine drafts at temperature 0 only"}
     assert got.accepted(1) == []
     assert all(report.num_speculative_tokens == 0 for report in got.reports if report.updates)
 

@@ -22,6 +22,8 @@ def engine_options(settings: Settings) -> EngineOptions:
         max_input_len=settings.max_input_len,
         max_kv_cache_capacity=settings.max_kv_cache_capacity,
         speculative=settings.speculative_config,
+        cache_dir=settings.cache_dir,
+        rewrites_mtp=settings.rewrite_mtp,
     )
 
 

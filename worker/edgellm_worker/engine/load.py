@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Final, cast
 
 from edgellm_worker.engine.api import Engine
@@ -19,6 +20,8 @@ class EngineOptions:
 
     speculative            None: what the checkpoint can do, three drafts a step where it has MTP
     prefill_chunk_tokens   most prompt tokens read in one step, between two rounds of the running rows
+    cache_dir              where engines that are built keep their bundles
+    rewrites_mtp           edgellm: give the vendor's builder a copy of the checkpoint whose draft is unquantized
     """
 
     max_batch_size: int = 4
@@ -26,11 +29,14 @@ class EngineOptions:
     max_kv_cache_capacity: int = 2048
     speculative: SpeculativeConfig | None = None
     prefill_chunk_tokens: int = 128
+    cache_dir: Path = Path("~/.cache/edgellm-worker")
+    rewrites_mtp: bool = False
 
 
 EngineOpener = Callable[[Checkpoint, EngineOptions], Engine]
 
 KINDS: Final = {
+    "edgellm": "edgellm_worker.engine.edgellm.kind",
     "reference": "edgellm_worker.engine.runtime.reference",
 }
 """The module of each kind; it has `open_engine`, an `EngineOpener`."""

@@ -44,7 +44,7 @@ class EdgeLlmOptions:
     counts_drafting: bool = True
 
 
-def open_engine(options: EdgeLlmOptions, module: Any = None) -> Engine:
+def open_bundle(options: EdgeLlmOptions, module: Any = None) -> Engine:
     """`module` is the vendor's native module; None loads it. Raises `BuildError` (package, machine, bundle),
     `CheckpointError` (tokenizer), `EngineError` (the runtime refuses to load).
     """
@@ -64,7 +64,7 @@ def open_engine(options: EdgeLlmOptions, module: Any = None) -> Engine:
 
 
 def bundle_limits(options: EdgeLlmOptions) -> EngineLimits:
-    """The limits that `open_engine` will give, without a runtime: for `EdgeLlmRules` in another process."""
+    """The limits that `open_bundle` will give, without a runtime: for `EdgeLlmRules` in another process."""
     bundle = read_bundle(options.bundle_dir)
     return bundle.limits(_num_drafts(bundle, options.num_speculative_tokens))
 

@@ -141,5 +141,5 @@ class EdgeLlmRules:
 def drafting_off(request: GenerationRequest) -> str | None:
     """Why no row of this request is drafted although the engine drafts, or None when it is."""
     if request.sampling.temperature > 0:
-        return "off: this engine drafts at temperature 0 only"
+        return "this engine drafts at temperature 0 only"
     return None

@@ -1,0 +1,43 @@
+"""The engine kind "edgellm": from a checkpoint and the operator's options to a running engine, by way of a bundle."""
+
+from __future__ import annotations
+
+from edgellm_worker.engine.api import Engine
+from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint
+from edgellm_worker.engine.edgellm.cache import BuildOptions
+from edgellm_worker.engine.edgellm.command import build
+from edgellm_worker.engine.edgellm.open import EdgeLlmOptions, open_bundle
+from edgellm_worker.engine.errors import BuildError
+from edgellm_worker.engine.load import EngineOptions
+from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
+
+DEFAULT_DRAFTS = 3
+
+
+def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
+    """Build the bundle if the cache has none (minutes; `build` does it ahead of time), then load it.
+
+    Raises `BuildError`, `CheckpointError`, `EngineError`.
+    """
+    built = build(
+        checkpoint.path,
+        options.cache_dir.expanduser(),
+        build_options(options, has_draft=checkpoint.draft is not None),
+        rewrites_mtp=options.rewrites_mtp,
+    )
+    return open_bundle(EdgeLlmOptions(built.bundle.path, built.model_dir))
+
+
+def build_options(options: EngineOptions, *, has_draft: bool) -> BuildOptions:
+    """Raises `BuildError` for a draft length that is to change while running: the runtime's is fixed when it loads."""
+    drafting = options.speculative or SpeculativeConfig(DEFAULT_DRAFTS if has_draft else 0)
+    if drafting.schedule or drafting.adaptive:
+        raise BuildError(
+            "speculative-config: this runtime's draft length is fixed; give num_speculative_tokens alone"
+        )
+    return BuildOptions(
+        num_speculative_tokens=drafting.num_speculative_tokens,
+        max_batch_size=options.max_batch_size,
+        max_input_len=options.max_input_len,
+        max_kv_cache_capacity=options.max_kv_cache_capacity,
+    )
