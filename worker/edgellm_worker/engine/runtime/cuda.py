@@ -1,0 +1,257 @@
+"""The CUDA driver through cuda-python: memory, streams, graphs, and kernels compiled at start by NVRTC.
+
+Every call's result is checked; a failure is an `EngineError` with the driver's own name for it. `Cuda` owns what it
+hands out: closing it frees all of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import resources
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from edgellm_worker.engine.checkpoint.weights import Array
+from edgellm_worker.engine.errors import BuildError, CapacityError, EngineError
+
+Argument = int | float
+_ALIGNMENT = 256
+
+
+class Cuda:
+    """One device, its primary context, one stream. Use as a context manager."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        try:
+            self._driver: Any = importlib.import_module("cuda.bindings.driver")
+            self._nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
+        except ImportError as error:
+            raise BuildError(f"cuda-python cannot be imported ({error}): install edgellm-worker[tensorrt]") from error
+        self._call("cuInit", 0)
+        self._device = self._call("cuDeviceGet", ordinal)
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self._call("cuCtxSetCurrent", self._context)
+        self.stream = self._call("cuStreamCreate", 1)
+        self._allocations: list[int] = []
+        self._pinned: list[int] = []
+        self._modules: list[Any] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees in the reverse order of need: work, kernels, memory, stream, context."""
+        if self._context is None:
+            return
+        self._call("cuStreamSynchronize", self.stream)
+        for module in self._modules:
+            self._call("cuModuleUnload", module)
+        for pointer in self._allocations:
+            self._call("cuMemFree", pointer)
+        for pointer in self._pinned:
+            self._call("cuMemFreeHost", pointer)
+        self._call("cuStreamDestroy", self.stream)
+        self._call("cuDevicePrimaryCtxRelease", self._device)
+        self._context = None
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        result, *values = getattr(self._driver, name)(*arguments)
+        if int(result) != 0:
+            raise EngineError(f"{name}: {result.name}")
+        return values[0] if len(values) == 1 else tuple(values)
+
+    # --- the device ---
+
+    @property
+    def architecture(self) -> str:
+        """Such as "sm90"."""
+        kind = self._driver.CUdevice_attribute
+        major = self._call("cuDeviceGetAttribute", kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, self._device)
+        minor = self._call("cuDeviceGetAttribute", kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, self._device)
+        return f"sm{major}{minor}"
+
+    @property
+    def name(self) -> str:
+        return str(self._call("cuDeviceGetName", 128, self._device).split(b"\0")[0].decode())
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes."""
+        free, total = self._call("cuMemGetInfo")
+        return int(free), int(total)
+
+    # --- memory ---
+
+    def allocate(self, num_bytes: int, *, zero: bool = False) -> int:
+        """-> a device pointer, freed at close. Raises `CapacityError` when the device has no room."""
+        size = max(num_bytes, _ALIGNMENT)
+        free, total = self.memory()
+        if size > free:
+            raise CapacityError(
+                f"the GPU has {free / 2**30:.2f} of {total / 2**30:.2f} GiB free, {size / 2**30:.2f} needed"
+            )
+        pointer = int(self._call("cuMemAlloc", size))
+        self._allocations.append(pointer)
+        if zero:
+            self.fill_zero(pointer, size)
+        return pointer
+
+    def pinned(self, shape: Sequence[int], dtype: Any) -> Array:
+        """A page-locked host array: copies to and from it run asynchronously."""
+        count = int(np.prod(shape))
+        num_bytes = count * np.dtype(dtype).itemsize
+        pointer = int(self._call("cuMemAllocHost", num_bytes))
+        self._pinned.append(pointer)
+        raw = (ctypes.c_byte * num_bytes).from_address(pointer)
+        return np.frombuffer(raw, dtype, count).reshape(shape)
+
+    def fill_zero(self, pointer: int, num_bytes: int) -> None:
+        self._call("cuMemsetD8Async", pointer, 0, num_bytes, self.stream)
+
+    def upload(self, array: Array, pointer: int | None = None) -> int:
+        """Copy to the device (to a new allocation unless given one) and wait: `array` may go afterwards."""
+        data = np.ascontiguousarray(array)
+        target = self.allocate(data.nbytes) if pointer is None else pointer
+        self._call("cuMemcpyHtoDAsync", target, data.ctypes.data, data.nbytes, self.stream)
+        self.synchronize()
+        return target
+
+    def upload_async(self, pinned: Array, pointer: int) -> None:
+        """`pinned` must stay unchanged until the stream has passed."""
+        self._call("cuMemcpyHtoDAsync", pointer, pinned.ctypes.data, pinned.nbytes, self.stream)
+
+    def download_async(self, pointer: int, pinned: Array) -> None:
+        self._call("cuMemcpyDtoHAsync", pinned.ctypes.data, pointer, pinned.nbytes, self.stream)
+
+    def download(self, pointer: int, shape: Sequence[int], dtype: Any) -> Array:
+        array = np.empty(shape, dtype)
+        self._call("cuMemcpyDtoHAsync", array.ctypes.data, pointer, array.nbytes, self.stream)
+        self.synchronize()
+        return array
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        self._call("cuMemcpyDtoDAsync", target, source, num_bytes, self.stream)
+
+    def copy_rows(self, target: tuple[int, int], source: tuple[int, int], width_bytes: int, height: int) -> None:
+        """`height` rows of `width_bytes`; target and source are (pointer, pitch in bytes)."""
+        spec = self._driver.CUDA_MEMCPY2D()
+        device = self._driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        spec.srcMemoryType = spec.dstMemoryType = device
+        spec.dstDevice, spec.dstPitch = target
+        spec.srcDevice, spec.srcPitch = source
+        spec.WidthInBytes, spec.Height = width_bytes, height
+        self._call("cuMemcpy2DAsync", spec, self.stream)
+
+    def synchronize(self) -> None:
+        self._call("cuStreamSynchronize", self.stream)
+
+    # --- graphs and time ---
+
+    def capture(self, record: Callable[[], None]) -> Graph:
+        """What `record` enqueues on the stream, as one launchable graph; nothing runs yet."""
+        self._call("cuStreamBeginCapture", self.stream, self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            record()
+        except BaseException:
+            self._driver.cuStreamEndCapture(self.stream)
+            raise
+        graph = self._call("cuStreamEndCapture", self.stream)
+        return Graph(self._call("cuGraphInstantiate", graph, 0), self)
+
+    def launch(self, executable: Any) -> None:
+        self._call("cuGraphLaunch", executable, self.stream)
+
+    @contextmanager
+    def timer(self) -> Iterator[Callable[[], float]]:
+        """Yields a function to call after the block: device milliseconds of what the block enqueued."""
+        begin, end = self._call("cuEventCreate", 0), self._call("cuEventCreate", 0)
+        self._call("cuEventRecord", begin, self.stream)
+
+        def elapsed_ms() -> float:
+            self._call("cuEventSynchronize", end)
+            return float(self._call("cuEventElapsedTime", begin, end))
+
+        yield elapsed_ms
+        self._call("cuEventRecord", end, self.stream)
+
+    # --- kernels ---
+
+    def compile(self, name: str, macros: dict[str, int]) -> Module:
+        """Compile the package's kernels/`name`.cu for this device. Raises `BuildError` with the compiler's log."""
+        folder = resources.files("edgellm_worker.engine.runtime") / "kernels"
+        source = "".join((folder / file).read_text() for file in ("common.cuh", f"{name}.cu"))
+        options = [f"--gpu-architecture={self.architecture.replace('sm', 'sm_')}", "--std=c++17"]
+        options += [f"-D{key}={value}" for key, value in macros.items()]
+        handle = self._loaded(self._cubin(name, source, options))
+        self._modules.append(handle)
+        return Module(handle, self)
+
+    def _loaded(self, cubin: bytes) -> Any:
+        return self._call("cuModuleLoadData", cubin)
+
+    def _cubin(self, name: str, source: str, options: list[str]) -> bytes:
+        nvrtc = self._nvrtc
+        _, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if int(status) != 0:
+            _, size = nvrtc.nvrtcGetProgramLogSize(program)
+            log = b" " * size
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise BuildError(f"kernel {name} does not compile: {log.decode(errors='replace').strip()}")
+        _, size = nvrtc.nvrtcGetCUBINSize(program)
+        cubin = bytes(size)
+        nvrtc.nvrtcGetCUBIN(program, cubin)  # fills the bytes object in place: cuda-python's way
+        nvrtc.nvrtcDestroyProgram(program)
+        return cubin
+
+    def function(self, module: Any, name: str, shared_bytes: int) -> Any:
+        function = self._call("cuModuleGetFunction", module, name.encode())
+        if shared_bytes:
+            limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._call("cuFuncSetAttribute", function, limit, shared_bytes)
+        return function
+
+    def run(self, kernel: Kernel, grid: tuple[int, int, int], threads: int, arguments: Sequence[Argument]) -> None:
+        """Arguments by the kernel's signature: "p" pointer, "i" int, "f" float."""
+        values = (tuple(arguments), tuple(_ARGUMENT_TYPES[kind] for kind in kernel.signature))
+        size = kernel.shared_bytes
+        self._call("cuLaunchKernel", kernel.function, *grid, threads, 1, 1, size, self.stream, values, 0)
+
+
+_ARGUMENT_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
+
+
+class Graph:
+    """A captured, instantiated graph."""
+
+    def __init__(self, executable: Any, cuda: Cuda) -> None:
+        self._executable = executable
+        self._cuda = cuda
+
+    def launch(self) -> None:
+        self._cuda.launch(self._executable)
+
+
+class Kernel:
+    def __init__(self, function: Any, signature: str, shared_bytes: int) -> None:
+        self.function = function
+        self.signature = signature
+        self.shared_bytes = shared_bytes
+
+
+class Module:
+    def __init__(self, handle: Any, cuda: Cuda) -> None:
+        self._handle = handle
+        self._cuda = cuda
+
+    def kernel(self, name: str, signature: str, shared_bytes: int = 0) -> Kernel:
+        return Kernel(self._cuda.function(self._handle, name, shared_bytes), signature, shared_bytes)
