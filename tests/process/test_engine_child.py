@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from edgellm_worker.engine.child.handle import ChildEngineHandle, ChildOptions
 from edgellm_worker.engine.child.messages import Load
 from edgellm_worker.engine.child.watchdog import WatchdogLimits
 from edgellm_worker.engine.errors import CheckpointError, EngineError, RequestError
+from edgellm_worker.engine.runtime.rules import SpeculativeRules
 from tests.support.child_engines import LIMITS, TRIGGER
 
 SCRIPT = Path(__file__).parents[1] / "support" / "child_engines.py"
@@ -192,3 +195,19 @@ async def test_what_loading_raises_in_the_child_is_raised_here():
 async def test_the_kernel_is_told_to_kill_the_engine_before_the_worker():
     async with running("hang") as handle:
         assert oom_score_adj(handle.pid) > oom_score_adj(os.getpid())
+
+
+async def test_the_reference_engine_runs_in_a_child_and_says_what_it_says_in_a_thread():
+    recorded = json.loads((Path(__file__).parents[1] / "golden" / "tiny_qwen3_5_mtp.json").read_text())["prompts"][:2]
+    model = str(resources.files("edgellm_worker") / "data" / "tiny-qwen3.5-mtp")
+    handle = await ChildEngineHandle.start(ChildOptions(load=Load("reference", model), rules=SpeculativeRules))
+    try:
+        for row_id, prompt in enumerate(recorded):
+            handle.add(row_id, GenerationRequest(tuple(prompt["prompt_ids"]), 8))
+        said: dict[int, list[int]] = {0: [], 1: []}
+        while min(len(tokens) for tokens in said.values()) < 8:
+            for update in (await until(handle, StepReport)).updates:
+                said[update.row_id] += update.token_ids
+        assert said == {row_id: prompt["generated_ids"][:8] for row_id, prompt in enumerate(recorded)}
+    finally:
+        await handle.close()

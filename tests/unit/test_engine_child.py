@@ -36,9 +36,11 @@ from edgellm_worker.engine.child.messages import (
     encode,
 )
 from edgellm_worker.engine.child.watchdog import Watchdog, WatchdogLimits
+from edgellm_worker.engine.load import EngineOptions
+from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 
 MESSAGES = [
-    Load("reference", "/models/x", {"max_batch_size": 4}),
+    Load("reference", "/models/x", EngineOptions(8, speculative=SpeculativeConfig(5, schedule=((1, 2, 5), (3, 8, 2))))),
     Add(7, GenerationRequest((1, 2), 5, SamplingParams(0.7, seed=2**62, logit_bias={3: -1.5}), frozenset({4, 9}))),
     Remove(7),
     Close(),

@@ -16,6 +16,7 @@ import msgpack
 from pydantic import TypeAdapter, ValidationError
 
 from edgellm_worker.engine.api import EngineLimits, EngineTraits, GenerationRequest, StepReport
+from edgellm_worker.engine.load import EngineOptions
 
 MAGIC: Final = b"EDG1"
 HEADER: Final = struct.Struct("<4sI")
@@ -28,11 +29,11 @@ class FrameError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """First message to a child. `options` are keyword arguments of the engine's options class."""
+    """First message to a child: what `load_engine` takes. `model` is the checkpoint's folder."""
 
     kind: str
     model: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: EngineOptions = field(default_factory=EngineOptions)
 
 
 @dataclass(frozen=True, slots=True)
