@@ -73,8 +73,10 @@ class Reader:
                 continue
             pauses = backoff_s()
             may_have_more = 0 < room == len(deliveries)
-            for delivery in deliveries:
-                self._deliver(delivery, await self._prepared(delivery))
+            # Jobs of one read are handed on together: else the first would start a batch of its own.
+            prepared = await asyncio.gather(*(self._prepared(delivery) for delivery in deliveries))
+            for delivery, outcome in zip(deliveries, prepared, strict=True):
+                self._deliver(delivery, outcome)
 
     async def _prepared(self, delivery: Delivery) -> PreparedJob | Reply:
         if is_slow_to_prepare(delivery.job):

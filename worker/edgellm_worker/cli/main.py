@@ -47,7 +47,7 @@ def _parser(given: Sequence[str]) -> tuple[argparse.ArgumentParser, dict[str, _M
     for command in COMMANDS:
         own = commands.add_parser(command.name, help=command.summary, description=command.summary, epilog=_EPILOG)
         if command.name in given:
-            modules[command.name] = _load(command)
+            modules[command.name] = _Module(command)
             modules[command.name].configure(own)
     return parser, modules
 
@@ -56,13 +56,11 @@ class _Module:
     """A command's module, seen as what it must have."""
 
     def __init__(self, command: Command) -> None:
+        for name, value in command.environment.items():
+            os.environ.setdefault(name, value)
         module = importlib.import_module(command.module)
         self.configure = module.configure
         self.run = module.run
-
-
-def _load(command: Command) -> _Module:
-    return _Module(command)
 
 
 def _explain(error: Exception) -> None:

@@ -100,6 +100,10 @@ class Metrics:
         found = self._registry.get_sample_value(PREFIX + name, labels)
         return 0.0 if found is None else found
 
+    def per_position(self, name: str) -> list[float]:
+        """A counter by draft position, the first position first."""
+        return [self.value(name, position=str(i)) for i in range(self._shape.num_speculative_tokens)]
+
     def answered(self, reply: Reply) -> None:
         """An answer that became the visible one."""
         if reply.status is not Status.OK:
