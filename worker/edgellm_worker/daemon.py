@@ -17,7 +17,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -72,6 +72,8 @@ class Daemon:
         self._model = parts.model
         self._metrics = parts.metrics
         self._clock = parts.clock
+        if not parts.engine.traits.in_flight:  # it takes no row while others run, whatever the settings say
+            config = replace(config, former=replace(config.former, scheduling=Scheduling.STATIC))
         self._config = config
         self._wake = asyncio.Event()
         self._former = BatchFormer(config.former, name=parts.model.worker)
