@@ -20,8 +20,9 @@ from edgellm_worker.engine.checkpoint.weights import DenseWeight, Fp8Weight, Nvf
 
 Float32Array = npt.NDArray[np.float32]
 
-# The sixteen E2M1 codes: bit 3 is the sign, then two exponent bits and one mantissa bit.
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# The sixteen E2M1 codes: bit 3 is the sign, then two exponent bits and one mantissa bit. Code 8, minus zero, is plain
+# zero as in ModelOpt's table.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 # [256, 2]: the values of a packed byte, even input index (low nibble) first.
 _PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], axis=1)
