@@ -3,15 +3,18 @@
 A job is in exactly one place at a time:
 
     held ──promote──▶ lane ──take──▶ pending ──finish──▶ done
-      ▲                ▲               │ │ │
-      └────submit──────┘◀──release─────┘ │ └──dead-letter──▶ dead + done
-                       ▲                 ▼
+      ▲                ▲             ▲ │ │ │
+      └────submit──────┘     release─┘ │ │ └──dead-letter──▶ done, and a copy in `dead`
+                       ▲     reclaim   │ ▼
                        └──promote──── delayed
 
 Each row below is one Lua script, or one branch of one: the server runs it whole or not at all, so between two rows a
 process may die anywhere and the next owner finds a state of this drawing. The *fence* is `done:<id>`, written once with
 NX: the first answer wins, whoever owns the entry. Ownership alone is never a fence, because a failover can lose the
 pending list; an acknowledgement alone is never a fence, because XACK does not check who sends it.
+
+tests/support/queue_model.py runs this table as a model: it takes its checks from here, so a row that promises too
+little is found by Hypothesis before any script is run.
 """
 
 from __future__ import annotations
@@ -39,6 +42,17 @@ class Event(StrEnum):
     REAP_CONSUMER = "reap_consumer"
 
 
+class Place(StrEnum):
+    """Where a job is, and what says so in Redis."""
+
+    ABSENT = "absent"  # neither job:<id> nor done:<id>
+    HELD = "held"  # its id in held:<lane>:<tenant>, its envelope in job:<id>
+    LANE = "lane"  # an entry of jobs:<lane> that no consumer has
+    PENDING = "pending"  # an entry that a consumer has: its idle time is the lease
+    DELAYED = "delayed"  # a member of `delayed`
+    DONE = "done"  # done:<id>
+
+
 class Fenced(StrEnum):
     """What a script checks before it acts."""
 
@@ -49,138 +63,134 @@ class Fenced(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """`source` and `target` are places of the drawing; `check` is what the script verifies; `effect` what it writes."""
+    """`check` is what the script verifies of the caller; `precondition` what else must hold; `effect` what it writes.
+
+    A row without places moves no job.
+    """
 
     event: Event
-    source: str
-    target: str
+    sources: frozenset[Place]
+    targets: frozenset[Place]
     check: Fenced
     precondition: str
     effect: str
 
 
+def _row(event: Event, places: tuple[str, str], check: Fenced, precondition: str, effect: str) -> Transition:
+    sources, targets = (frozenset(Place(word) for word in side.split()) for side in places)
+    return Transition(event, sources, targets, check, precondition, effect)
+
+
 TRANSITIONS: Final = (
-    Transition(
+    _row(
         Event.SUBMIT,
-        "absent",
-        "lane or held",
+        ("absent", "lane held"),
         Fenced.NOTHING,
-        "dedup:<key> absent or same body; lanes + held + delayed < config limit; tenant under its limits; "
-        "job:<id> and done:<id> absent",
-        "SET dedup NX PX; HSET job:<id>; XADD lane (or RPUSH held when the tenant has W entries in the lane)",
+        "dedup:<key> absent, or its job is gone; lanes + held + delayed < max_jobs; tenant under its own limit; "
+        "job:<id> and done:<id> absent (a repeated submit finds them and changes nothing)",
+        "SET dedup PX; HSET job:<id>; ZADD deadlines; XADD lane, or RPUSH held when the tenant has W entries there",
     ),
-    Transition(
+    _row(
         Event.TAKE,
-        "lane",
-        "pending",
+        ("lane", "pending"),
         Fenced.NOTHING,
-        "free slots > 0; aged lanes first",
-        "XREADGROUP '>' COUNT remaining per lane; returns entry, job hash and server TIME",
+        "free slots > 0; lanes by rank, a lane whose oldest job has aged ranks higher",
+        "XREADGROUP '>'; returns entry, job:<id> and server TIME; an entry of an answered job is acknowledged, deleted",
     ),
-    Transition(
+    _row(
         Event.RECLAIM,
-        "pending",
-        "pending",
+        ("pending", "pending"),
         Fenced.NOTHING,
-        "idle time > lease; entry still exists",
-        "XAUTOCLAIM to the caller over the whole list by cursor; ghosts are acknowledged; a begun job is marked solo",
+        "idle time > lease",
+        "XCLAIM to the caller; a ghost is acknowledged; a begun job is marked to run alone, and if it did, "
+        "one death alone is counted",
     ),
-    Transition(
+    _row(
         Event.BEGIN,
-        "pending",
-        "pending",
+        ("pending", "pending"),
         Fenced.OWNER,
-        "owner; done:<id> absent; cancel:<id> absent; attempts < limit",
-        "HINCRBY job:<id> attempt 1; HSET begun 1",
+        "done:<id> absent; cancel:<id> absent; attempts and deaths alone under their limits",
+        "HINCRBY job:<id> attempt 1, once per consumer; HSET begun",
     ),
-    Transition(
+    _row(
         Event.RENEW,
-        "pending",
-        "pending",
+        ("pending", "pending"),
         Fenced.OWNER,
-        "owner",
+        "",
         "XCLAIM JUSTID to itself; returns the ids that are lost and those that are cancelled",
     ),
-    Transition(
+    _row(
         Event.DELTA,
-        "pending",
-        "pending",
+        ("pending", "pending"),
         Fenced.OWNER,
-        "owner; done:<id> absent",
+        "done:<id> absent",
         "XADD reply:<id> delta; PEXPIRE reply",
     ),
-    Transition(
+    _row(
         Event.FINISH,
-        "any",
-        "done",
+        ("lane pending held delayed", "done"),
         Fenced.DONE_ABSENT,
-        "done:<id> absent",
-        "SET done NX PX; XADD reply done; PEXPIRE reply; XACK; XDEL; DEL job:<id>, cancel:<id>; convert dedup; "
-        "promote one held entry; whoever loses the race still acknowledges and deletes",
+        "",
+        "XADD reply done; PEXPIRE reply; SET done; remove the job from wherever it is; DEL job:<id>, cancel:<id>; "
+        "convert dedup; promote the tenant's next held job; who loses the race still acknowledges and deletes",
     ),
-    Transition(
+    _row(
         Event.RELEASE,
-        "pending",
-        "pending",
+        ("pending", "pending"),
         Fenced.OWNER,
-        "owner",
-        "XCLAIM to the parking consumer with a large IDLE and JUSTID: any sweeper may take it now; attempt unchanged "
+        "",
+        "XCLAIM to the parking consumer with a large IDLE and JUSTID: anyone may reclaim it now; attempt unchanged "
         "(lowered by one where a drain interrupts a begun job)",
     ),
-    Transition(
+    _row(
         Event.RETRY,
-        "pending",
-        "delayed",
+        ("pending", "delayed"),
         Fenced.OWNER,
-        "owner; infrastructure fault; attempts < limit",
-        "ZADD delayed (member: the whole envelope with attempt, original time and lane); XACK; XDEL",
+        "done:<id> absent; an infrastructure fault, or an envelope of a newer version",
+        "ZADD delayed (member: id, lane, attempt, original time, then the envelope); XACK; XDEL",
     ),
-    Transition(
+    _row(
         Event.DEAD_LETTER,
-        "pending",
-        "dead + done",
+        ("pending", "done"),
         Fenced.DONE_ABSENT,
         "attempts used up, poison or undecodable",
-        "XADD dead (reason, payload, attempts, last consumer); then FINISH with a failed reply",
+        "FINISH with a failed reply; XADD dead (reason, payload, attempts, last consumer)",
     ),
-    Transition(
+    _row(
         Event.CANCEL,
-        "any",
-        "done, or pending with a flag",
+        ("lane held delayed pending", "done pending"),
         Fenced.DONE_ABSENT,
-        "job known",
-        "queued, held or delayed: removed and answered cancelled here; pending: SET cancel:<id> and PUBLISH events",
+        "",
+        "not held by a worker: FINISH with a cancelled reply, here; else SET cancel:<id> and PUBLISH events",
     ),
-    Transition(
+    _row(
         Event.EXPIRE,
-        "lane, held or delayed",
-        "done",
+        ("lane held delayed pending", "done"),
         Fenced.DONE_ABSENT,
-        "deadline < server TIME",
+        "deadline < server TIME; not running",
         "FINISH with an expired reply, at take or by the sweep",
     ),
-    Transition(
+    _row(
         Event.PROMOTE_DELAYED,
-        "delayed",
-        "lane",
-        Fenced.NOTHING,
+        ("delayed", "lane"),
+        Fenced.DONE_ABSENT,
         "score <= server TIME",
         "ZREM; XADD lane; HSET job:<id> entry id",
     ),
-    Transition(
+    _row(
         Event.PROMOTE_HELD,
-        "held",
-        "lane",
+        ("held", "lane"),
         Fenced.NOTHING,
         "the tenant has fewer than W entries in the lane",
-        "LPOP held of the next tenant round robin; XADD lane; HSET job:<id> entry id",
+        "LPOP held; XADD lane; HSET job:<id> entry id",
     ),
-    Transition(
+    _row(
         Event.REAP_CONSUMER,
-        "consumer",
-        "absent",
+        ("", ""),
         Fenced.NOTHING,
         "worker:<name> absent and pending count 0",
         "XGROUP DELCONSUMER",
     ),
 )
+
+BY_EVENT: Final = {row.event: row for row in TRANSITIONS}

@@ -1,0 +1,3 @@
+"""Fixtures for every suite."""
+
+pytest_plugins = ("tests.support.redis_server",)
