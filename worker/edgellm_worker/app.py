@@ -16,15 +16,24 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Final
 
 import structlog
 
+from edgellm_worker.batching import Scheduling
 from edgellm_worker.config import Settings
 from edgellm_worker.daemon import Daemon, DaemonConfig, DaemonParts
 from edgellm_worker.embedded import EmbeddedServer, EmbeddedServerError
-from edgellm_worker.engine.api import EngineFailure, EngineHandle, EngineLimits, GenerationRequest, StepReport
+from edgellm_worker.engine.api import (
+    EngineFailure,
+    EngineHandle,
+    EngineLimits,
+    EngineTraits,
+    GenerationRequest,
+    StepReport,
+)
 from edgellm_worker.engine.errors import EngineError
 from edgellm_worker.engines import open_engine, requested_limits
 from edgellm_worker.errors import ConfigError, ExitCode
@@ -38,6 +47,7 @@ from edgellm_worker.sampling_defaults import SamplingDefaults
 from edgellm_worker.sdnotify import Notifier
 from edgellm_worker.telemetry import Telemetry
 from edgellm_worker.tokenizer import Tokenizer
+from edgellm_worker.tracing import Tracer, tracer_of
 
 TELEMETRY_INTERVAL_S: Final = 5.0
 CANARY_PROMPT: Final = "def add(a, b):\n"
@@ -98,9 +108,7 @@ def redis_url(settings: Settings) -> Iterator[str]:
 
 def served_model(settings: Settings, worker: str) -> ServedModel:
     """Raises `CheckpointError` naming the file that cannot be used."""
-    if settings.model is None:
-        raise ConfigError(["--model is required"])
-    tokenizer = Tokenizer(settings.model.expanduser())
+    tokenizer = Tokenizer(settings.model_dir)
     return ServedModel(settings.names, tokenizer, SamplingDefaults.read(tokenizer.generation_config), worker)
 
 
@@ -117,9 +125,13 @@ def queue_config(settings: Settings, url: str) -> QueueConfig:
     )
 
 
-def daemon_config(settings: Settings) -> DaemonConfig:
+def daemon_config(settings: Settings, traits: EngineTraits) -> DaemonConfig:
+    """An engine whose batches are closed is scheduled so, whatever was asked."""
+    former = settings.former()
+    if not traits.in_flight:
+        former = replace(former, scheduling=Scheduling.STATIC)
     return DaemonConfig(
-        former=settings.former(),
+        former=former,
         read_size=settings.read_size,
         block_s=settings.block_ms / 1e3,
         sweep_s=settings.sweep_s,
@@ -187,31 +199,37 @@ async def serve(settings: Settings, environment: Mapping[str, str]) -> ExitCode:
     stop = Stop()
     stop.install()
     face = Face(settings)
-    notifier = Notifier(environment)
     log = structlog.get_logger("edgellm_worker.app")
     with _metrics_server(settings, face) as port, redis_url(settings) as url:
         log.info("loading", model=str(settings.model), engine=settings.engine, metrics=port.url)
         try:
             async with assembled(settings, url) as parts:
-                daemon = Daemon(
-                    DaemonParts(parts.queue, parts.engine, parts.model, parts.metrics, time.monotonic),
-                    daemon_config(settings),
-                )
-                face.ready(parts.metrics, daemon.snapshot)
-                stop.guard(daemon)
-                log.info(
-                    "ready",
-                    worker=parts.model.worker,
-                    queue=settings.queue,
-                    names=list(settings.names),
-                    url=_shown(url),
-                )
-                await _run_beside_house(daemon, parts.metrics, notifier)
+                with _tracer(settings, environment, parts.model.worker) as tracer:
+                    daemon = Daemon(
+                        DaemonParts(parts.queue, parts.engine, parts.model, parts.metrics, time.monotonic, tracer),
+                        daemon_config(settings, parts.engine.traits),
+                    )
+                    face.ready(parts.metrics, daemon.snapshot)
+                    stop.guard(daemon)
+                    log.info("ready", worker=parts.model.worker, queue=settings.queue, redis=_shown(url))
+                    await _run_beside_house(daemon, parts.metrics, Notifier(environment))
         except asyncio.CancelledError:
             if stop.code is ExitCode.DONE:
                 raise
         log.info("stopped")
     return stop.code
+
+
+@contextmanager
+def _tracer(settings: Settings, environment: Mapping[str, str], worker: str) -> Iterator[Tracer]:
+    try:
+        tracer = tracer_of(environment, queue=settings.queue, worker=worker)
+    except ImportError as error:
+        raise ConfigError([f"OTEL_* variables ask for traces: {error}; install edgellm-worker[tracing]"]) from error
+    try:
+        yield tracer
+    finally:
+        tracer.close()
 
 
 def _shown(url: str) -> str:

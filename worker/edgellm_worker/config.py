@@ -13,6 +13,7 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
@@ -27,6 +28,13 @@ from edgellm_worker.logs import LogFormat
 
 ENVIRONMENT_PREFIX: Final = "EDGELLM_"
 CONFIG_FIELD: Final = "config"
+
+
+class EngineHome(StrEnum):
+    """Where the engine runs."""
+
+    CHILD = "child"
+    THREAD = "thread"
 
 
 def _split_names(value: object) -> object:
@@ -62,6 +70,16 @@ class Settings(BaseModel):
         _MODEL, "names that jobs may ask for; default: the folder's name", default=(), metavar="NAME[,NAME]"
     )
     engine: str = _option(_MODEL, "how the model is run", default="reference", metavar="NAME", min_length=1)
+    engine_home: EngineHome = _option(
+        _MODEL,
+        "child: a process of its own, watched; thread: inside the worker",
+        default=EngineHome.CHILD,
+        metavar="KIND",
+    )
+    watchdog_s: float = _option(_MODEL, "longest engine step before it counts as hung (child only)", default=30.0, gt=0)
+    engine_rss_limit_gib: float | None = _option(
+        _MODEL, "replace the engine process between batches above this memory", default=None, gt=0
+    )
     cache_dir: Path = _option(
         _MODEL, "where built bundles are kept", default=Path("~/.cache/edgellm-worker"), metavar="DIR"
     )
@@ -129,9 +147,21 @@ class Settings(BaseModel):
                 f"max-input-len {self.max_input_len} leaves no room in max-kv-cache-capacity "
                 f"{self.max_kv_cache_capacity}"
             )
+        drafting = self.speculative_config
+        if drafting is not None and self.max_verify_tree_size is not None:
+            needed = drafting.num_speculative_tokens + 1
+            if self.max_verify_tree_size < needed:
+                raise ValueError(f"max-verify-tree-size {self.max_verify_tree_size} is below drafts + 1, {needed}")
         if self.redis_password is not None and self.redis_password_file is not None:
             raise ValueError("redis-password and redis-password-file are both given")
         return self
+
+    @property
+    def model_dir(self) -> Path:
+        """Raises `ConfigError` when no model was given."""
+        if self.model is None:
+            raise ConfigError([f"--model (or {variable_name('model')}) is required"])
+        return self.model.expanduser()
 
     @property
     def names(self) -> tuple[str, ...]:

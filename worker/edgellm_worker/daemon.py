@@ -35,6 +35,7 @@ from edgellm_worker.reader import Reader
 from edgellm_worker.retry import backoff_s
 from edgellm_worker.rows import Rows
 from edgellm_worker.running import RunningJob
+from edgellm_worker.tracing import NoTracer, Tracer
 
 REDIS_UP_WITHIN_S: Final = 10.0
 LAST_FLUSH_S: Final = 10.0
@@ -63,6 +64,7 @@ class DaemonParts:
     model: ServedModel
     metrics: Metrics
     clock: Callable[[], float]
+    tracer: Tracer = field(default_factory=NoTracer)
 
 
 class Daemon:
@@ -72,6 +74,7 @@ class Daemon:
         self._model = parts.model
         self._metrics = parts.metrics
         self._clock = parts.clock
+        self._tracer = parts.tracer
         if not parts.engine.traits.in_flight:  # it takes no row while others run, whatever the settings say
             config = replace(config, former=replace(config.former, scheduling=Scheduling.STATIC))
         self._config = config
@@ -317,6 +320,7 @@ class Daemon:
         """The outbox wrote this answer."""
         if visible:
             self._metrics.answered(answer.reply)
+            self._tracer.answered(answer.delivery, answer.reply)
         self._log.info("job", **job_event(answer.reply), visible=visible)
         self._wake.set()
 

@@ -1,19 +1,30 @@
-"""From settings to a running engine."""
+"""From settings to a running engine, in a child process or in a thread.
+
+A child is the default: an engine that hangs, leaks or crashes costs its rows an attempt and nothing else. A thread
+starts sooner and is what the demo uses.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from edgellm_worker.config import Settings
+from edgellm_worker.config import EngineHome, Settings
 from edgellm_worker.engine.api import Engine, EngineHandle, EngineLimits
 from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
-from edgellm_worker.engine.load import EngineOptions, load_engine
+from edgellm_worker.engine.child.handle import ChildEngineHandle, ChildOptions, RequestRules
+from edgellm_worker.engine.child.messages import Load
+from edgellm_worker.engine.child.watchdog import WatchdogLimits
+from edgellm_worker.engine.edgellm.rules import EdgeLlmRules
+from edgellm_worker.engine.load import KINDS, EngineOptions, load_engine
 from edgellm_worker.engine.runtime.handle import ThreadEngineHandle
+from edgellm_worker.engine.runtime.rules import SpeculativeRules
 from edgellm_worker.errors import ConfigError
 
 ASSUMED_DRAFTS: Final = 3
 """What is shown of the draft length until the checkpoint has said it."""
+_OTHER_RULES: Final[Mapping[str, Callable[[EngineLimits], RequestRules]]] = {"edgellm": EdgeLlmRules}
 
 
 def engine_options(settings: Settings) -> EngineOptions:
@@ -42,12 +53,22 @@ def requested_limits(settings: Settings) -> EngineLimits:
     )
 
 
-def _load(settings: Settings) -> Engine:
-    if settings.model is None:
-        raise ConfigError(["--model is required"])
-    return load_engine(settings.engine, open_checkpoint(settings.model.expanduser()), engine_options(settings))
-
-
 async def open_engine(settings: Settings) -> EngineHandle:
-    """Load in a thread, so that health and signals are answered meanwhile. Raises what `load_engine` raises."""
-    return ThreadEngineHandle(await asyncio.to_thread(_load, settings))
+    """Health and signals are answered meanwhile. Raises what `load_engine` raises, here or in the child."""
+    if settings.engine not in KINDS:
+        raise ConfigError([f"--engine {settings.engine}: there are {', '.join(sorted(KINDS))}"])
+    if settings.engine_home is EngineHome.THREAD:
+        return ThreadEngineHandle(await asyncio.to_thread(_load, settings))
+    limit = settings.engine_rss_limit_gib
+    return await ChildEngineHandle.start(
+        ChildOptions(
+            load=Load(settings.engine, str(settings.model_dir), engine_options(settings)),
+            rules=_OTHER_RULES.get(settings.engine, SpeculativeRules),
+            watchdog=WatchdogLimits(progress_s=settings.watchdog_s),
+            soft_rss_bytes=None if limit is None else round(limit * (1 << 30)),
+        )
+    )
+
+
+def _load(settings: Settings) -> Engine:
+    return load_engine(settings.engine, open_checkpoint(settings.model_dir), engine_options(settings))

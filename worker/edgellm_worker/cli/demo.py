@@ -17,7 +17,7 @@ from rich.text import Text
 
 from edgellm_producer.wire import Reply, Status
 from edgellm_worker.cli.options import add_settings, given_flags
-from edgellm_worker.config import load_settings
+from edgellm_worker.config import EngineHome, load_settings
 from edgellm_worker.demo import TINY_MODEL, DemoJob, data_folder, demo_jobs, run_demo
 from edgellm_worker.errors import ExitCode
 from edgellm_worker.logs import LogFormat, configure_logs
@@ -34,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     fixed = {
         "model": data_folder() / TINY_MODEL,
+        "engine_home": EngineHome.THREAD,
         "embedded": True,
         "metrics_host": "127.0.0.1",
         "metrics_port": 0,
