@@ -1,0 +1,176 @@
+"""Batch files over a real server: every line answered once, whatever happens to the run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgellm_producer import Producer
+from edgellm_producer.batch.command import add_arguments, run_batch
+from edgellm_producer.batch.lines import BadLine, BatchLine, parse_line
+from edgellm_producer.batch.output import BatchFileError, BatchOutput, journal_path
+from edgellm_producer.batch.progress import Progress
+from edgellm_producer.wire import ErrorInfo, Reply, Status
+from tests.support.instant_worker import echo, instant_worker
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 10}
+
+
+def line(custom_id: str, url: str = "/v1/chat/completions", body: dict | None = None, **more) -> bytes:
+    fields = {"custom_id": custom_id, "method": "POST", "url": url, "body": CHAT if body is None else body}
+    return json.dumps(fields | more).encode() + b"\n"
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+async def run(url: str, queue: str, source: Path, output: Path, *words: str) -> int:
+    async with Producer(url, queue=queue) as producer:
+        return await run_batch(producer, arguments(str(source), "-o", str(output), *words))
+
+
+def answers(output: Path) -> dict[str | None, dict]:
+    lines = [json.loads(text) for text in output.read_bytes().splitlines()]
+    by_id = {fields["custom_id"]: fields for fields in lines}
+    assert len(by_id) == len(lines), "a custom_id is answered twice"
+    return by_id
+
+
+async def test_every_line_is_answered_and_one_bad_line_stops_nothing(default_server, queue_name, tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(
+        line("a")
+        + b"\n"
+        + line("b", "/v1/completions", {"model": "tiny", "prompt": "abc"})
+        + b"{not json\n"
+        + line("c", body={**CHAT, "n": 2})
+        + line("d", body={**CHAT, "temperature": -1})
+        + line("e", "/v1/embeddings")
+        + line("f")
+    )
+    async with instant_worker(default_server.url, queue_name):
+        assert await run(default_server.url, queue_name, source, output) == 1
+    found = answers(output)
+    assert set(found) == {"a", "b", None, "c", "d", "e", "f"}
+    assert found["a"]["response"]["body"]["choices"][0]["message"]["content"] == "HELLO"
+    assert found["a"]["response"]["status_code"] == 200
+    assert found["a"]["error"] is None
+    assert "speculative_decoding" in found["a"]["response"]["body"]["metrics"]
+    assert found["b"]["response"]["body"]["choices"][0]["text"] == "ABC"
+    assert found["c"]["response"]["body"]["error"]["param"] == "n"
+    assert found["d"]["response"]["body"]["error"]["param"] == "temperature"
+    assert found["e"]["response"]["body"]["error"]["param"] == "url"
+    assert not journal_path(output).exists()
+
+
+async def test_all_succeeded_is_exit_code_0(default_server, queue_name, tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"".join(line(f"r{i}") for i in range(300)))
+    async with instant_worker(default_server.url, queue_name):
+        assert await run(default_server.url, queue_name, source, output, "--window", "7") == 0
+    assert len(answers(output)) == 300
+
+
+async def test_a_failed_job_is_a_line_with_its_error(default_server, queue_name, tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(line("good") + line("bad", body={**CHAT, "seed": 13}))
+
+    def answer(delivery):
+        if delivery.job.seed != 13:
+            return echo(delivery)
+        info = ErrorInfo(code="context_length_exceeded", message="too long", field="messages")
+        return Reply(id=delivery.id, status=Status.REJECTED, error=info)
+
+    async with instant_worker(default_server.url, queue_name, answer):
+        assert await run(default_server.url, queue_name, source, output) == 1
+    bad = answers(output)["bad"]
+    assert bad["response"]["status_code"] == 400
+    assert bad["error"] == {"code": "context_length_exceeded", "message": "too long"}
+
+
+async def test_a_repeated_custom_id_is_refused_and_the_first_one_answered(default_server, queue_name, tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(line("same") + line("same"))
+    async with instant_worker(default_server.url, queue_name):
+        assert await run(default_server.url, queue_name, source, output) == 1
+    found = answers(output)
+    assert found["same"]["error"] is None
+    assert "repeats custom_id 'same'" in found[None]["error"]["message"]
+
+
+async def test_a_small_queue_is_waited_for(default_server, queue_name, tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"".join(line(f"r{i}") for i in range(40)))
+    with default_server.client() as client:
+        client.hset(f"edgellm:{{{queue_name}}}:config", "max_jobs", 3)
+    async with instant_worker(default_server.url, queue_name):
+        assert await run(default_server.url, queue_name, source, output) == 0
+    assert len(answers(output)) == 40
+
+
+async def test_a_finished_output_is_never_overwritten(default_server, queue_name, tmp_path, capsys):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(line("a"))
+    output.write_bytes(b"precious\n")
+    assert await run(default_server.url, queue_name, source, output) == 2
+    assert output.read_bytes() == b"precious\n"
+    assert "move it away" in capsys.readouterr().err
+
+
+def test_an_interrupted_output_is_resumed_and_its_half_line_cut(tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(line("a") + line("b"))
+    with BatchOutput.open(output, source) as first:
+        first.write(json.dumps({"id": f"batch_req_{first.run_id}.1"}).encode() + b"\n")
+        first.write(b'{"id": "batch_req_')
+    with BatchOutput.open(output, source) as second:
+        assert second.run_id == first.run_id
+        assert second.answered == {1}
+    assert output.read_bytes().count(b"\n") == 1
+
+
+def test_a_journal_of_another_input_is_refused(tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(line("a"))
+    with BatchOutput.open(output, source):
+        pass
+    source.write_bytes(line("b") + line("c"))
+    with pytest.raises(BatchFileError, match="another input"), BatchOutput.open(output, source):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        (b"[]", None),
+        (b'{"custom_id": 5}', "custom_id"),
+        (b'{"custom_id": "a"}', "url"),
+        (line("a", method="GET"), "method"),
+        (line("a", body={**CHAT, "stream": True}), "stream"),
+        (b'{"custom_id":"a","url":"/v1/completions","body":7}', "body"),
+        (b"[" * 100_000, None),
+    ],
+)
+def test_a_bad_line_names_its_field(text, field):
+    parsed = parse_line(1, text)
+    assert isinstance(parsed, BadLine)
+    assert parsed.error.error["param"] == field
+
+
+def test_published_examples_go_through_unchanged():
+    """The example lines of OpenAI's Batch guide and of vLLM's run-batch documentation."""
+    examples = Path(__file__).parents[1] / "golden" / "openai_batch_examples.jsonl"
+    for number, text in enumerate(examples.read_bytes().splitlines(), 1):
+        assert isinstance(parse_line(number, text), BatchLine), text
+
+
+def test_progress_tells_rate_time_left_and_failures():
+    progress = Progress(total=100, started_at=0.0, stream=sys.stderr, done=20, failed=3)
+    assert progress.line(10.0) == "20/100 (20%) lines, 2.0/s, 0:00:40 left, 3 failed"
