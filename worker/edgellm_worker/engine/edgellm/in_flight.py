@@ -47,7 +47,7 @@ class InFlightEngine:
         self._limits = limits
         self._traits = traits
         self._prompts = prompts
-        self._rules = EdgeLlmRules(limits, in_flight=True)
+        self._rules = EdgeLlmRules(limits, in_flight=True, prompts=prompts)
         self._book = RowBook()
         self._seats: dict[int, _Seat] = {}
 

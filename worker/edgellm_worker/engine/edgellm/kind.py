@@ -32,9 +32,7 @@ def build_options(options: EngineOptions, *, has_draft: bool) -> BuildOptions:
     """Raises `BuildError` for a draft length that is to change while running: the runtime's is fixed when it loads."""
     drafting = options.speculative or SpeculativeConfig(DEFAULT_DRAFTS if has_draft else 0)
     if drafting.schedule or drafting.adaptive:
-        raise BuildError(
-            "speculative-config: this runtime's draft length is fixed; give num_speculative_tokens alone"
-        )
+        raise BuildError("speculative-config: this runtime's draft length is fixed; give num_speculative_tokens alone")
     return BuildOptions(
         num_speculative_tokens=drafting.num_speculative_tokens,
         max_batch_size=options.max_batch_size,

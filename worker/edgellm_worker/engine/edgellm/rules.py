@@ -16,13 +16,15 @@ call when one prompt is too long, and it pads every prompt of a call to the long
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final
 
 from edgellm_worker.engine.api import EngineLimits, GenerationRequest
 from edgellm_worker.engine.edgellm.fields import BatchFields, batch_fields
+from edgellm_worker.engine.edgellm.prompt import PromptText
 from edgellm_worker.engine.errors import RequestError
+from edgellm_worker.engine.runtime.sampling import check_params
 
 HEADROOM_SLACK: Final = 2
 SMALLEST_BUCKET: Final = 128
@@ -30,6 +32,8 @@ MAX_LOGIT_BIAS_TOKENS: Final = 1024
 MAX_SEED: Final = (1 << 63) - 1
 
 _UNSUPPORTED: Final = "unsupported_field"
+_TOO_LONG: Final = "context_length_exceeded"
+_INVALID: Final = "invalid_field"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +103,13 @@ def length_class(max_new_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EdgeLlmRules:
-    """`in_flight` engines prefill rows one at a time, so prompts of all lengths mix, but lengths are in classes."""
+    """`in_flight` engines prefill rows one at a time, so prompts of all lengths mix, but lengths are in classes.
+    Without `prompts`, ids that no text gives are found when the row is added, not here.
+    """
 
     limits: EngineLimits
     in_flight: bool = False
+    prompts: PromptText | None = None
 
     def validate(self, request: GenerationRequest) -> None:
         """Raise `RequestError` naming the field when this request can never run here."""
@@ -111,16 +118,20 @@ class EdgeLlmRules:
                 raise RequestError(refusal.field, refusal.reason, code=_UNSUPPORTED)
         num_prompt = len(request.prompt_token_ids)
         if num_prompt == 0:
-            raise RequestError("prompt", "is empty")
+            raise RequestError("prompt_token_ids", "is empty")
         if num_prompt > self.limits.max_input_len:
             message = f"{num_prompt} tokens, this engine takes {self.limits.max_input_len}"
-            raise RequestError("prompt", message, code="prompt_too_long")
+            raise RequestError("prompt_token_ids", message, code=_TOO_LONG)
         most = self.limits.max_new_tokens(num_prompt)
         if not 1 <= request.max_new_tokens <= most:
-            message = f"{request.max_new_tokens} is not within 1 to {most} for a prompt of {num_prompt} tokens"
-            raise RequestError("max_tokens", message)
-        self._validate_token_ids("prompt_token_ids", request.prompt_token_ids)
-        self._validate_token_ids("logit_bias", request.sampling.logit_bias)
+            message = f"{request.max_new_tokens} is not within 1 to {most}, what this prompt leaves of the context"
+            raise RequestError("max_tokens", message, code=_TOO_LONG if request.max_new_tokens > most else _INVALID)
+        outside = next((i for i in request.prompt_token_ids if not 0 <= i < self.limits.vocab_size), None)
+        if outside is not None:
+            raise RequestError("prompt_token_ids", f"{outside} is outside the vocabulary of {self.limits.vocab_size}")
+        check_params(request.sampling, self.limits.vocab_size)
+        if self.prompts is not None:
+            self.prompts.of(request.prompt_token_ids)
 
     def compat_key(self, request: GenerationRequest) -> Hashable:
         fields = batch_fields(request.sampling)
@@ -131,11 +142,6 @@ class EdgeLlmRules:
         if request.max_new_tokens <= self.limits.max_new_tokens(bucket):
             return CompatKey(fields, ("up to", bucket))
         return CompatKey(fields, ("exactly", num_prompt))
-
-    def _validate_token_ids(self, field: str, token_ids: Iterable[int]) -> None:
-        for token_id in token_ids:
-            if not 0 <= token_id < self.limits.vocab_size:
-                raise RequestError(field, f"token id {token_id} is not within 0 to {self.limits.vocab_size - 1}")
 
 
 def drafting_off(request: GenerationRequest) -> str | None:

@@ -75,7 +75,7 @@ class StaticEngine:
         self._limits = limits
         self._traits = traits
         self._prompts = prompts
-        self._rules = EdgeLlmRules(limits)
+        self._rules = EdgeLlmRules(limits, prompts=prompts)
         self._book = RowBook()
         self._waiting: list[_Waiting] = []
         self._call: NativeCall | None = None
