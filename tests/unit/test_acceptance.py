@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from edgellm_worker.engine.api import SamplingParams
 from edgellm_worker.engine.errors import RowError
-from edgellm_worker.engine.runtime.acceptance import accept
+from edgellm_worker.engine.runtime.acceptance import Verified, accept, accept_rows
 from edgellm_worker.engine.runtime.sampling import (
     CandidateScores,
     DenseScores,
@@ -134,3 +134,37 @@ def test_text_is_the_same_whatever_is_drafted(
         ).draws
         step += 1
     assert drafted == expected
+
+
+def test_rows_of_one_step_taken_together_equal_rows_taken_alone() -> None:
+    """Greedy, sampled with different filters, penalised, dense, and one whose scores are not numbers, in one step."""
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=0.7, top_k=20, top_p=0.8, seed=1),
+        SamplingParams(temperature=1.3, top_k=64, min_p=0.05, seed=2),
+        SamplingParams(temperature=1.0, top_k=5, seed=3, top_logprobs=3),
+        SamplingParams(temperature=1.0, top_k=5, presence_penalty=1.0, seed=4),
+        SamplingParams(temperature=1.0, seed=5),
+        SamplingParams(temperature=1.0, top_k=5, seed=6),
+    ]
+    rng = np.random.default_rng(4)
+    num_accepted = 0
+    for step in range(40):
+        rows = []
+        for i, p in enumerate(params):
+            sampler = RowSampler(p, (0,))
+            scores = random_scores(rng, narrow=not sampler.needs_dense)[:4]
+            guesses = [
+                int(rng.integers(80)) if rng.random() < 0.3 else sampler.draft(scores[j], step + j) for j in range(3)
+            ]
+            if i == 6:
+                scores[1] = CandidateScores(np.full(64, math.nan, np.float32), scores[1].ids, 0.0)
+                guesses[0] = sampler.draft(scores[0], step)
+            rows.append(Verified(sampler, scores, guesses, step, NO_STOPS, 9))
+        together = accept_rows(rows)
+        assert isinstance(together[6], RowError)
+        for row, p, outcome in zip(rows[:6], params, together, strict=False):
+            alone = accept(RowSampler(p, (0,)), row.scores, row.drafts, step, stop_ids=NO_STOPS, max_tokens=9)
+            assert outcome == alone
+            num_accepted += alone.num_accepted
+    assert num_accepted > 200

@@ -15,6 +15,7 @@ from edgellm_worker.engine.runtime.sampling import (
     DenseScores,
     RowSampler,
     check_params,
+    draw_ahead,
     log_sum_exp,
     top_indices,
 )
@@ -137,7 +138,7 @@ def test_candidates_give_the_token_and_logprobs_that_all_logits_give(seed: int, 
         assert sampler.draw(scores, t) == sampler.draw(narrow, t)
     if params.temperature:
         alone = [sampler.draw(narrow, t).token_id for t in range(5)]
-        assert sampler.draw_together([narrow] * 5, 0) == alone
+        assert draw_ahead([(sampler, [narrow] * 5, 0)]) == [alone]
 
 
 @pytest.mark.parametrize(
@@ -284,8 +285,7 @@ def test_bad_candidates_fail_the_row() -> None:
     sampler = RowSampler(SamplingParams(temperature=1.0, top_k=2), (0,))
     with pytest.raises(RowError):
         sampler.draw(scores, 0)
-    with pytest.raises(RowError):
-        sampler.draw_together([scores], 0)
+    assert draw_ahead([(sampler, [scores], 0)]) == [None]
 
 
 def test_a_forbidden_token_may_have_minus_infinity() -> None:

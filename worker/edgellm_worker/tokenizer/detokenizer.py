@@ -72,11 +72,11 @@ class Detokenizer:
         self._held = b""
 
     def push(self, token_id: int) -> str:
-        piece = self._vocabulary.piece(token_id)
-        if token_id in self._mute or not piece.data:
+        if token_id in self._mute:
             return ""
-        if not self._held and piece.data.isascii():
-            return piece.data.decode("ascii")
+        piece = self._vocabulary.piece(token_id)
+        if piece.ascii is not None and not (self._held and piece.data):
+            return piece.ascii
         if not piece.joins:
             return self.finish() + piece.data.decode()
         return self._settle(self._held + piece.data)

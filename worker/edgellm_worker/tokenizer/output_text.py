@@ -37,11 +37,22 @@ class TextDelta:
 class OutputText:
     """One row's text. Feed every committed token through `push`; `finish` when the row ends without a stop string."""
 
-    __slots__ = ("_covered", "_detokenizer", "_ends", "_pending", "_released", "_settled", "_stop_strings", "_stopped")
+    __slots__ = (
+        "_covered",
+        "_detokenizer",
+        "_ends",
+        "_longest_stop",
+        "_pending",
+        "_released",
+        "_settled",
+        "_stop_strings",
+        "_stopped",
+    )
 
     def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str] = ()) -> None:
         self._detokenizer = detokenizer
         self._stop_strings = tuple(stop_strings)
+        self._longest_stop = max(map(len, self._stop_strings), default=1)
         self._pending = ""
         self._released = 0  # characters
         self._covered = 0  # E_n of the last released token: at least `_released`
@@ -84,11 +95,11 @@ class OutputText:
     def _held_back(self) -> int:
         """How many last characters of the pending text may begin a stop string."""
         pending = self._pending
-        longest = max(map(len, self._stop_strings), default=1) - 1
-        for start in range(max(0, len(pending) - longest), len(pending)):
-            tail = pending[start:]
-            if any(stop.startswith(tail) for stop in self._stop_strings):
-                return len(tail)
+        for length in range(min(len(pending), self._longest_stop - 1), 0, -1):
+            tail = pending[-length:]
+            for stop in self._stop_strings:
+                if stop.startswith(tail):
+                    return length
         return 0
 
     def _release(self, num_characters: int) -> TextDelta:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from tokenizers import Tokenizer as Backend
@@ -26,10 +26,17 @@ _SPACE_MARK: Final = "\u2581"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one id adds to the text. `joins`: its bytes may be part of a character that neighbours share."""
+    """What one id adds to the text. `joins`: its bytes may be part of a character that neighbours share.
+
+    `ascii` is the text of a piece of whole characters that nothing before it can change, None for other pieces.
+    """
 
     data: bytes
     joins: bool
+    ascii: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ascii", self.data.decode("ascii") if self.data.isascii() else None)
 
 
 class PieceTable(Protocol):

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgellm_worker.engine.runtime.sampling import Draw, RowSampler, Scores
+from edgellm_worker.engine.errors import RowError
+from edgellm_worker.engine.runtime.sampling import Draw, RowSampler, Scores, draw_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,35 @@ class Accepted:
     num_accepted: int
 
 
-def accept(  # the engine's seam: five facts of one row and two limits
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a verify pass gave one row: `scores[i]` is for absolute index `position + i`, one more than drafts.
+
+    stop_ids    the row's EOS ids
+    max_tokens  what the row may still emit, at least 1
+    """
+
+    sampler: RowSampler
+    scores: Sequence[Scores]
+    drafts: Sequence[int]
+    position: int
+    stop_ids: frozenset[int]
+    max_tokens: int
+
+
+def accept_rows(rows: Sequence[Verified]) -> list[Accepted | RowError]:
+    """`accept` for every row of a step, with the draws of all rows made together where they can be."""
+    ahead = draw_ahead([(row.sampler, row.scores, row.position) for row in rows])
+    outcomes: list[Accepted | RowError] = []
+    for row, drawn in zip(rows, ahead, strict=True):
+        try:
+            outcomes.append(_walk(row, drawn))
+        except RowError as error:
+            outcomes.append(error)
+    return outcomes
+
+
+def accept(
     sampler: RowSampler,
     scores: Sequence[Scores],
     drafts: Sequence[int],
@@ -43,23 +72,27 @@ def accept(  # the engine's seam: five facts of one row and two limits
     stop_ids: frozenset[int],
     max_tokens: int,
 ) -> Accepted:
-    """Walk the verify positions. `scores[i]` is for absolute index `position + i`; one more than there are drafts.
+    """Walk one row's verify positions. With no drafts this is the plain draw of one token.
 
-    With no drafts this is the plain draw of one token. `max_tokens` (>= 1) is what the row may still emit. Raises
-    `RowError` when scores are not numbers.
+    Raises `RowError` when scores are not numbers.
     """
-    if len(scores) != len(drafts) + 1 or max_tokens < 1:
-        raise ValueError(f"{len(scores)} scores for {len(drafts)} drafts, {max_tokens} tokens left")
-    together = sampler.draw_together(scores, position)
+    return _walk(Verified(sampler, scores, drafts, position, stop_ids, max_tokens), None)
+
+
+def _walk(row: Verified, drawn: Sequence[int] | None) -> Accepted:
+    """`drawn`: the row's own tokens, where they are known already."""
+    sampler, drafts = row.sampler, row.drafts
+    if len(row.scores) != len(drafts) + 1 or row.max_tokens < 1:
+        raise ValueError(f"{len(row.scores)} scores for {len(drafts)} drafts, {row.max_tokens} tokens left")
     draws: list[Draw] = []
     num_accepted = 0
-    for i, score in enumerate(scores):
-        draw = sampler.draw(score, position + i) if together is None else sampler.with_logprobs(together[i], score)
+    for i, score in enumerate(row.scores):
+        draw = sampler.draw(score, row.position + i) if drawn is None else sampler.with_logprobs(drawn[i], score)
         sampler.commit(draw.token_id)
         draws.append(draw)
         if i == len(drafts) or draw.token_id != drafts[i]:
             break
         num_accepted += 1
-        if draw.token_id in stop_ids or len(draws) == max_tokens:
+        if draw.token_id in row.stop_ids or len(draws) == row.max_tokens:
             break
     return Accepted(tuple(draws), num_accepted)

@@ -48,17 +48,25 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
+def seed_key(seed: int) -> int:
+    """The inner half of a row's key: the same at every position."""
+    return _mix((seed + _GOLDEN) & _MASK)
+
+
+def position_key(seeded: int, position: int) -> int:
+    """The 64-bit key of one position of the row whose `seed_key` is given."""
+    return _mix((seeded + (position + 1) * _GOLDEN) & _MASK)
+
+
 def noise_key(seed: int, position: int) -> int:
-    """The 64-bit key of one position of one row."""
-    return _mix((_mix((seed + _GOLDEN) & _MASK) + (position + 1) * _GOLDEN) & _MASK)
+    return position_key(seed_key(seed), position)
 
 
 def hash_tokens(keys: NDArray[np.uint64], token_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
     """The x of every token. `keys` broadcasts against `token_ids`: [1] with [V], or [N, 1] with [N, K]."""
     z = token_ids.astype(np.uint64)
-    z += np.uint64(1)
     z *= _GOLDEN_U64
-    z = z + keys
+    z = z + (keys + _GOLDEN_U64)
     z ^= z >> _S30
     z *= _MUL_1_U64
     z ^= z >> _S27

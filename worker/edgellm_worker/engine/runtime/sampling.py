@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from edgellm_worker.engine.api import SamplingParams, TokenLogprobs
 from edgellm_worker.engine.errors import RequestError, RowError
-from edgellm_worker.engine.runtime.noise import MAX_GUMBEL, MIN_GUMBEL, gumbel, noise_key
+from edgellm_worker.engine.runtime.noise import MAX_GUMBEL, MIN_GUMBEL, gumbel, position_key, seed_key
 from edgellm_worker.engine.runtime.penalties import Penalties
 
 NUM_CANDIDATES: Final = 64
@@ -113,27 +113,40 @@ def log_sum_exp(logits: NDArray[np.floating]) -> float:
 class RowSampler:
     """Draws the tokens of one row. `commit` is the only thing that changes it: `draw` and `draft` are pure."""
 
-    __slots__ = ("_log_min_p", "_params", "_penalties")
+    __slots__ = (
+        "_counts_output",
+        "_log_min_p",
+        "_nucleus",
+        "_params",
+        "_penalties",
+        "_seed_key",
+        "is_greedy",
+        "needs_dense",
+        "top_k",
+    )
+
+    top_k: Final[int]
+    is_greedy: Final[bool]
+    needs_dense: Final[bool]
+    """Whether `NUM_CANDIDATES` candidates cannot serve this row exactly."""
 
     def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._params = params
         self._penalties = Penalties(params, prompt_token_ids)
+        self._counts_output = self._penalties.depend_on_output
         self._log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
-
-    @property
-    def is_greedy(self) -> bool:
-        return self._params.temperature == 0.0
-
-    @property
-    def needs_dense(self) -> bool:
-        """Whether `NUM_CANDIDATES` candidates cannot serve this row exactly."""
-        wide = (self._params.top_logprobs or 0) > NUM_CANDIDATES
-        cut = self.is_greedy or 0 < self._params.top_k <= NUM_CANDIDATES
-        return wide or not cut or not self._penalties.is_neutral
+        self._nucleus = params.top_p if params.top_p < 1.0 else math.inf
+        self.top_k = params.top_k
+        self._seed_key = seed_key(params.seed)
+        self.is_greedy = params.temperature == 0.0
+        is_wide = (params.top_logprobs or 0) > NUM_CANDIDATES
+        is_cut = self.is_greedy or 0 < params.top_k <= NUM_CANDIDATES
+        self.needs_dense = is_wide or not is_cut or not self._penalties.is_neutral
 
     def commit(self, token_id: int) -> None:
         """The token became output: it counts in the penalties from now on."""
-        self._penalties.count(token_id)
+        if self._counts_output:
+            self._penalties.count(token_id)
 
     def draw(self, scores: Scores, position: int) -> Draw:
         """The row's own token at absolute index `position` of prompt + output.
@@ -148,20 +161,6 @@ class RowSampler:
         """A proposal for `position` from the draft head's scores; candidates will do, a draft need not be exact."""
         return self._choose(scores, position)
 
-    def draw_together(self, scores: Sequence[Scores], position: int) -> list[int] | None:
-        """The tokens of consecutive positions at once, each as `draw` gives it; None where they must go one by one:
-        a committed token would change the next distribution, or the scores are not alike candidates.
-        """
-        if self.needs_dense or self.is_greedy:
-            return None
-        candidates = [s for s in scores if isinstance(s, CandidateScores)]
-        if len({s.ids.size for s in candidates}) != 1 or len(candidates) != len(scores):
-            return None
-        values = np.array([s.values for s in candidates], np.float64)
-        _require_finite(values[:, 0].sum())
-        ids = np.array([s.ids for s in candidates], np.int64)
-        return self._race(values, ids, range(position, position + len(scores)))
-
     def with_logprobs(self, token_id: int, scores: Scores) -> Draw:
         """The token with the raw log-probabilities the row asked for."""
         num_top = self._params.top_logprobs
@@ -170,12 +169,11 @@ class RowSampler:
         if isinstance(scores, DenseScores):
             logits, total = scores.logits, log_sum_exp(scores.logits)
             best = top_indices(logits, num_top) if num_top else np.empty(0, np.int64)
-            own, top_ids, top_values = float(logits[token_id]), best, logits[best]
+            own, top_ids, top_values = float(logits[token_id]), best.tolist(), logits[best].tolist()
         else:
-            total = scores.log_sum_exp
-            own = float(scores.values[np.flatnonzero(scores.ids == token_id)[0]])
-            top_ids, top_values = scores.ids[:num_top].astype(np.int64), scores.values[:num_top]
-        top = tuple((i, v - total) for i, v in zip(top_ids.tolist(), top_values.tolist(), strict=True))
+            total, ids, values = scores.log_sum_exp, scores.ids.tolist(), scores.values.tolist()
+            own, top_ids, top_values = values[ids.index(token_id)], ids[:num_top], values[:num_top]
+        top = tuple([(i, v - total) for i, v in zip(top_ids, top_values, strict=True)])
         return Draw(token_id, TokenLogprobs(logprob=own - total, top=top))
 
     def _choose(self, scores: Scores, position: int) -> int:
@@ -184,8 +182,9 @@ class RowSampler:
         _require_finite(scores.values[0])
         if self.is_greedy:
             return int(scores.ids[0])
-        values, ids = scores.values.astype(np.float64), scores.ids.astype(np.int64)
-        return self._race(values[None], ids[None], (position,))[0]
+        width = self._params.top_k or None
+        values, ids = scores.values[None, :width].astype(np.float64), scores.ids[None, :width].astype(np.int64)
+        return _race(values, ids, self.keys((position,)), self.rule())[0]
 
     def _choose_dense(self, raw: NDArray[np.float32], position: int) -> int:
         logits: NDArray[np.floating] = raw if self._penalties.is_neutral else self._penalties.applied(raw)
@@ -196,13 +195,14 @@ class RowSampler:
         params = self._params
         if params.top_k:
             chosen = top_indices(logits, params.top_k)
-            return self._race(logits[None, chosen].astype(np.float64), chosen[None], (position,))[0]
+            values = logits[None, chosen].astype(np.float64)
+            return _race(values, chosen[None], self.keys((position,)), self.rule())[0]
         if params.top_p < 1.0:
             return self._choose_nucleus(logits, position)
         floor = max(self._log_min_p, MIN_GUMBEL - MAX_GUMBEL) * params.temperature
         chosen = np.flatnonzero(logits >= logits[best] + floor)
         z = (logits[chosen].astype(np.float64) - float(logits[best])) / params.temperature
-        z += gumbel(self._keys((position,))[0], chosen)
+        z += gumbel(self.keys((position,))[0], chosen)
         return int(chosen[z.argmax()])
 
     def _choose_nucleus(self, logits: NDArray[np.floating], position: int) -> int:
@@ -215,35 +215,91 @@ class RowSampler:
         chosen = top_indices(logits, _FIRST_SORT)
         if weights[chosen].sum() <= self._params.top_p * total:
             chosen = top_indices(logits, logits.size)
-        return self._race(logits[None, chosen].astype(np.float64), chosen[None], (position,), total)[0]
+        values = logits[None, chosen].astype(np.float64)
+        return _race(values, chosen[None], self.keys((position,)), self.rule(total))[0]
 
-    def _race(
-        self,
-        values: NDArray[np.float64],
-        ids: NDArray[np.int64],
-        positions: Sequence[int],
-        total: float | None = None,
-    ) -> list[int]:
-        """The winning token of each position; values and ids [N, K], falling by value.
+    def keys(self, positions: Sequence[int]) -> NDArray[np.uint64]:
+        """The noise keys of these positions: [N, 1]."""
+        return np.array([[position_key(self._seed_key, position)] for position in positions], np.uint64)
 
-        `total` is the sum of exp(z - z_max) over everything that top_p counts, where that is more than is listed.
-        """
-        params = self._params
-        if params.top_k:
-            values, ids = values[:, : params.top_k], ids[:, : params.top_k]
-        z = (values - values[:, :1]) / params.temperature
-        score = z + gumbel(self._keys(positions), ids)
-        if params.top_p < 1.0:
-            reached = np.exp(z).cumsum(axis=1)
-            whole = reached[:, -1:] if total is None else total
-            score[:, 1:][reached[:, :-1] >= params.top_p * whole] = -np.inf
-        if params.min_p > 0.0:
-            score[z < self._log_min_p] = -np.inf
-        winners: list[int] = ids[np.arange(len(ids)), score.argmax(axis=1)].tolist()
-        return winners
+    def rule(self, total: float | None = None) -> _Rule:
+        """What a race of this row's tokens goes by."""
+        return _Rule(self._params.temperature, self._nucleus, self._log_min_p, total)
 
-    def _keys(self, positions: Sequence[int]) -> NDArray[np.uint64]:
-        return np.array([[noise_key(self._params.seed, position)] for position in positions], np.uint64)
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a race needs of the parameters: numbers, or a column [N, 1] with one for each position.
+
+    top_p is infinite and log_min_p is -inf where they are off. `total` is the sum of exp(z - z_max) over everything
+    that top_p counts, where that is more than is listed.
+    """
+
+    temperature: float | NDArray[np.float64]
+    top_p: float | NDArray[np.float64]
+    log_min_p: float | NDArray[np.float64]
+    total: float | None = None
+
+
+def _race(values: NDArray[np.float64], ids: NDArray[np.int64], keys: NDArray[np.uint64], rule: _Rule) -> list[int]:
+    """The winning token of each position; values and ids [N, K], falling by value and cut to top_k; keys [N, 1]."""
+    z = (values - values[:, :1]) / rule.temperature
+    score = z + gumbel(keys, ids)
+    if np.min(rule.top_p) < 1.0:
+        reached = np.exp(z).cumsum(axis=1)
+        whole = reached[:, -1:] if rule.total is None else rule.total
+        score[:, 1:][reached[:, :-1] >= rule.top_p * whole] = -np.inf
+    if np.max(rule.log_min_p) > -np.inf:
+        score[z < rule.log_min_p] = -np.inf
+    winners: list[int] = ids[np.arange(len(ids)), score.argmax(axis=1)].tolist()
+    return winners
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ahead:
+    """A row's part in a race of several rows."""
+
+    index: int
+    sampler: RowSampler
+    scores: Sequence[CandidateScores]
+    position: int
+
+
+def draw_ahead(rows: Sequence[tuple[RowSampler, Sequence[Scores], int]]) -> list[list[int] | None]:
+    """The tokens of several rows at consecutive positions in one go, each as `draw` gives it. Per row: sampler, scores,
+    first position. None for a row whose tokens must be drawn one by one: a committed token would change its next
+    distribution, it is greedy, its scores are dense, of another width than its neighbours', or not numbers.
+    """
+    drawn: list[list[int] | None] = [None] * len(rows)
+    racing: list[_Ahead] = []
+    for index, (sampler, scores, position) in enumerate(rows):
+        narrow = [s for s in scores if isinstance(s, CandidateScores)]
+        if sampler.needs_dense or sampler.is_greedy or len(narrow) != len(scores):
+            continue
+        if {s.ids.size for s in narrow} == {(racing[0].scores if racing else narrow)[0].ids.size}:
+            racing.append(_Ahead(index, sampler, narrow, position))
+    if not racing:
+        return drawn
+    winners = iter(_race_rows(racing))
+    for row in racing:
+        tokens = [next(winners) for _ in row.scores]
+        if all(math.isfinite(s.values[0]) for s in row.scores):
+            drawn[row.index] = tokens
+    return drawn
+
+
+def _race_rows(rows: Sequence[_Ahead]) -> list[int]:
+    params = [(row.sampler.top_k, row.sampler.rule()) for row in rows for _ in row.scores]
+    width = max(top_k for top_k, _ in params)
+    values = np.array([s.values[:width] for row in rows for s in row.scores], np.float64)
+    ids = np.array([s.ids[:width] for row in rows for s in row.scores], np.int64)
+    if any(top_k < values.shape[1] for top_k, _ in params):
+        values[np.arange(values.shape[1]) >= np.array([[top_k] for top_k, _ in params])] = -np.inf
+    keys = np.concatenate([row.sampler.keys(range(row.position, row.position + len(row.scores))) for row in rows])
+    columns = np.array([(rule.temperature, rule.top_p, rule.log_min_p) for _, rule in params])
+    rule = _Rule(columns[:, :1], columns[:, 1:2], columns[:, 2:])
+    with np.errstate(invalid="ignore"):  # a row that is not numbers is told apart by the caller
+        return _race(values, ids, keys, rule)
 
 
 def _require_finite(best: np.floating) -> None:

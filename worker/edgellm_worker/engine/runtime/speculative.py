@@ -31,7 +31,7 @@ from edgellm_worker.engine.api import (
     StepReport,
 )
 from edgellm_worker.engine.errors import EngineError, RequestError, RowError
-from edgellm_worker.engine.runtime.acceptance import Accepted, accept
+from edgellm_worker.engine.runtime.acceptance import Accepted, Verified, accept_rows
 from edgellm_worker.engine.runtime.draft_length import DraftLength, StepObservation
 from edgellm_worker.engine.runtime.executor import DraftChooser, Executor, PrefillChunk, RoundInput, RoundOutput
 from edgellm_worker.engine.runtime.rows import Row, RowTable
@@ -122,10 +122,9 @@ class SpeculativeEngine:
     def _first_token(self, row: Row, scores: Scores) -> RowUpdate:
         num_prompt = len(row.request.prompt_token_ids)
         self._rows.start(row)
-        try:
-            accepted = _accept(row, (scores,), ())
-        except RowError as error:
-            return self._fail(row, error, is_verify=False)
+        (accepted,) = accept_rows([_verified(row, (scores,), ())])
+        if isinstance(accepted, RowError):
+            return self._fail(row, accepted, is_verify=False)
         row.position, row.pairs, row.commit = num_prompt, (accepted.draws[0].token_id,), 0
         row.num_output = 1
         return self._commit(row, accepted.draws, is_verify=False)
@@ -139,7 +138,10 @@ class SpeculativeEngine:
         num_drafts = self._options.draft_length.choose(len(running)) if self._executor.can_draft else 0
         output = self._run(running, num_drafts)
         began = time.perf_counter()
-        updates = [self._settle(row, i, output) for i, row in enumerate(running)]
+        drafts = output.drafts.tolist()
+        verified = [_verified(*given) for given in zip(running, output.scores, drafts, strict=True)]
+        accepted = accept_rows(verified)
+        updates = [self._settle(row, given, num_drafts) for row, given in zip(running, accepted, strict=True)]
         sample_s = time.perf_counter() - began
         self._options.draft_length.observe(_observation(updates, num_drafts, output, sample_s))
         phase_s = {Phase.DRAFT: output.draft_s, Phase.VERIFY: output.verify_s, Phase.SAMPLE: sample_s}
@@ -160,19 +162,16 @@ class SpeculativeEngine:
         )
         return self._executor.run_round(batch, num_drafts, [_chooser(row) for row in running])
 
-    def _settle(self, row: Row, index: int, output: RoundOutput) -> RowUpdate:
-        """Accept, then note what the next round has to fold and to show the draft head."""
-        drafts = output.drafts[index].tolist()
-        try:
-            accepted = _accept(row, output.scores[index], drafts)
-        except RowError as error:
-            return self._fail(row, error, num_drafted=len(drafts))
+    def _settle(self, row: Row, accepted: Accepted | RowError, num_drafted: int) -> RowUpdate:
+        """Note what the next round has to fold and to show the draft head."""
+        if isinstance(accepted, RowError):
+            return self._fail(row, accepted, num_drafted=num_drafted)
         num_new = len(accepted.draws)
         row.pairs = tuple(draw.token_id for draw in accepted.draws)
         row.position += num_new
         row.commit = num_new
         row.num_output += num_new
-        return self._commit(row, accepted.draws, num_drafted=len(drafts), num_accepted=accepted.num_accepted)
+        return self._commit(row, accepted.draws, num_drafted=num_drafted, num_accepted=accepted.num_accepted)
 
     # --- reports ---
 
@@ -252,9 +251,9 @@ def _chooser(row: Row) -> DraftChooser:
     return choose
 
 
-def _accept(row: Row, scores: Sequence[Scores], drafts: Sequence[int]) -> Accepted:
+def _verified(row: Row, scores: Sequence[Scores], drafts: Sequence[int]) -> Verified:
     first = len(row.request.prompt_token_ids) + row.num_output
-    return accept(row.sampler, scores, drafts, first, stop_ids=row.request.eos_token_ids, max_tokens=row.num_left)
+    return Verified(row.sampler, scores, drafts, first, row.request.eos_token_ids, row.num_left)
 
 
 def _observation(
