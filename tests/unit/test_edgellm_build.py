@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import edgellm_worker
+from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
 from edgellm_worker.engine.checkpoint.quantization import Scheme
 from edgellm_worker.engine.edgellm.audit import audit
 from edgellm_worker.engine.edgellm.builder import build_bundle, builder_argv
@@ -18,8 +19,11 @@ from edgellm_worker.engine.edgellm.bundle import read_bundle
 from edgellm_worker.engine.edgellm.cache import BuildOptions, BuildWorld, bundle_key, content_digest
 from edgellm_worker.engine.edgellm.command import build, describe
 from edgellm_worker.engine.edgellm.feedback import Feedback, FeedbackCorrection
+from edgellm_worker.engine.edgellm.kind import build_engine
 from edgellm_worker.engine.edgellm.misread import ModelFacts
 from edgellm_worker.engine.errors import BuildError, CheckpointError
+from edgellm_worker.engine.load import EngineOptions
+from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from tests.support import edgellm_checkpoints as ck
 from tests.support.edgellm_fake_wheel import BUILDER_FLAGS, told, write_fake_wheel
 from tests.support.edgellm_setup import write_bundle
@@ -99,7 +103,7 @@ def test_a_builder_that_the_correction_does_not_fit_is_refused_by_name(
     tmp_path: Path, model: ModelFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_wheel(tmp_path / "wheel", monkeypatch, draft_class="Renamed")
-    with pytest.raises(BuildError, match="--no-correct-feedback"):
+    with pytest.raises(BuildError, match="--no-correct-draft-feedback"):
         build_bundle(model, tmp_path / "cache", OPTIONS)
 
 
@@ -265,6 +269,19 @@ def test_the_command_rewrites_when_asked_and_builds_from_the_copy(tmp_path: Path
     text = describe(built)
     for part in (str(built.bundle.path), "drafts 5", "fp8", "corrected", str(built.model_dir)):
         assert part in text
+
+
+def test_the_kind_builds_with_the_operators_options_and_refuses_changing_draft_lengths(
+    tmp_path: Path, wheel: Path
+) -> None:
+    checkpoint = open_checkpoint(ck.write_checkpoint(tmp_path / "m", hf_quant=ck.mixed("NVFP4")), read_values=False)
+    options = EngineOptions(2, 64, 256, SpeculativeConfig(4), cache_dir=tmp_path / "cache")
+    bundle = build_engine(checkpoint, options).bundle
+    assert (bundle.num_drafts, bundle.max_batch_size, bundle.max_input_len) == (4, 2, 64)
+    assert build_engine(checkpoint, replace(options, speculative=None)).bundle.num_drafts == 3
+    for drafting in (SpeculativeConfig(4, adaptive=True), SpeculativeConfig(4, schedule=((1, 2, 3),))):
+        with pytest.raises(BuildError, match="draft length is fixed"):
+            build_engine(checkpoint, replace(options, speculative=drafting))
 
 
 def test_the_correction_keeps_the_model_as_it_was() -> None:

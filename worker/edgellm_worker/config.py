@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -83,8 +83,17 @@ class Settings(BaseModel):
     cache_dir: Path = _option(
         _MODEL, "where built bundles are kept", default=Path("~/.cache/edgellm-worker"), metavar="DIR"
     )
-    rewrite_mtp: bool = _option(
-        _MODEL, "give the vendor's builder a copy of the checkpoint whose draft tensors it can read", default=False
+    rewrite_mtp: Literal["bf16"] | None = _option(
+        _MODEL,
+        "edgellm: build from a copy of the checkpoint whose draft is unquantized; default: from the checkpoint itself",
+        default=None,
+        metavar="bf16",
+    )
+    correct_draft_feedback: bool = _option(
+        _MODEL, "edgellm: correct the hidden state that the vendor's builder hands from draft to draft", default=True
+    )
+    accept_fp16_kv: bool = _option(
+        _MODEL, "edgellm: take an FP16 KV cache where the vendor does not follow the checkpoint's FP8", default=False
     )
     speculative_config: Drafting | None = _option(
         _MODEL,

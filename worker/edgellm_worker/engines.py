@@ -34,7 +34,9 @@ def engine_options(settings: Settings) -> EngineOptions:
         max_kv_cache_capacity=settings.max_kv_cache_capacity,
         speculative=settings.speculative_config,
         cache_dir=settings.cache_dir,
-        rewrites_mtp=settings.rewrite_mtp,
+        rewrites_mtp=settings.rewrite_mtp is not None,
+        corrects_draft_feedback=settings.correct_draft_feedback,
+        accepts_fp16_kv=settings.accept_fp16_kv,
     )
 
 

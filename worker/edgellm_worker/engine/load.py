@@ -21,7 +21,7 @@ class EngineOptions:
     speculative            None: what the checkpoint can do, three drafts a step where it has MTP
     prefill_chunk_tokens   most prompt tokens read in one step, between two rounds of the running rows
     cache_dir              where engines that are built keep their bundles
-    rewrites_mtp           edgellm: give the vendor's builder a copy of the checkpoint whose draft is unquantized
+    rewrites_mtp, corrects_draft_feedback, accepts_fp16_kv     the edgellm engine's builds (engine/edgellm/cache.py)
     """
 
     max_batch_size: int = 4
@@ -31,6 +31,8 @@ class EngineOptions:
     prefill_chunk_tokens: int = 128
     cache_dir: Path = Path("~/.cache/edgellm-worker")
     rewrites_mtp: bool = False
+    corrects_draft_feedback: bool = True
+    accepts_fp16_kv: bool = False
 
 
 EngineOpener = Callable[[Checkpoint, EngineOptions], Engine]

@@ -130,7 +130,7 @@ def _run_child(order: Mapping[str, Any], log: Path) -> dict[str, str]:
     if done.returncode == EXIT_NO_PLACE_FOR_CORRECTION:
         message = (
             "this version of the vendor's builder has no place for the correction of the draft's hidden state; "
-            f"build with --no-correct-feedback to take its drafts as they are\n{tail}"
+            f"build with --no-correct-draft-feedback to take its drafts as they are\n{tail}"
         )
         raise BuildError(message)
     how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"exited {done.returncode}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgellm_worker.engine.api import Engine
 from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint
+from edgellm_worker.engine.edgellm.builder import BuiltBundle
 from edgellm_worker.engine.edgellm.cache import BuildOptions
 from edgellm_worker.engine.edgellm.command import build
 from edgellm_worker.engine.edgellm.open import EdgeLlmOptions, open_bundle
@@ -19,13 +20,18 @@ def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
 
     Raises `BuildError`, `CheckpointError`, `EngineError`.
     """
-    built = build(
+    built = build_engine(checkpoint, options)
+    return open_bundle(EdgeLlmOptions(built.bundle.path, built.model_dir))
+
+
+def build_engine(checkpoint: Checkpoint, options: EngineOptions) -> BuiltBundle:
+    """What the `build` command does for this engine; `command.describe` says what came of it."""
+    return build(
         checkpoint.path,
         options.cache_dir.expanduser(),
         build_options(options, has_draft=checkpoint.draft is not None),
         rewrites_mtp=options.rewrites_mtp,
     )
-    return open_bundle(EdgeLlmOptions(built.bundle.path, built.model_dir))
 
 
 def build_options(options: EngineOptions, *, has_draft: bool) -> BuildOptions:
@@ -38,4 +44,6 @@ def build_options(options: EngineOptions, *, has_draft: bool) -> BuildOptions:
         max_batch_size=options.max_batch_size,
         max_input_len=options.max_input_len,
         max_kv_cache_capacity=options.max_kv_cache_capacity,
+        corrects_feedback=options.corrects_draft_feedback,
+        accepts_fp16_kv=options.accepts_fp16_kv,
     )
