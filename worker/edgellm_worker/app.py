@@ -16,13 +16,11 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Final
 
 import structlog
 
-from edgellm_worker.batching import Scheduling
 from edgellm_worker.config import Settings
 from edgellm_worker.daemon import Daemon, DaemonConfig, DaemonParts
 from edgellm_worker.embedded import EmbeddedServer, EmbeddedServerError
@@ -30,7 +28,6 @@ from edgellm_worker.engine.api import (
     EngineFailure,
     EngineHandle,
     EngineLimits,
-    EngineTraits,
     GenerationRequest,
     StepReport,
 )
@@ -125,13 +122,9 @@ def queue_config(settings: Settings, url: str) -> QueueConfig:
     )
 
 
-def daemon_config(settings: Settings, traits: EngineTraits) -> DaemonConfig:
-    """An engine whose batches are closed is scheduled so, whatever was asked."""
-    former = settings.former()
-    if not traits.in_flight:
-        former = replace(former, scheduling=Scheduling.STATIC)
+def daemon_config(settings: Settings) -> DaemonConfig:
     return DaemonConfig(
-        former=former,
+        former=settings.former(),
         read_size=settings.read_size,
         block_s=settings.block_ms / 1e3,
         sweep_s=settings.sweep_s,
@@ -207,7 +200,7 @@ async def serve(settings: Settings, environment: Mapping[str, str]) -> ExitCode:
                 with _tracer(settings, environment, parts.model.worker) as tracer:
                     daemon = Daemon(
                         DaemonParts(parts.queue, parts.engine, parts.model, parts.metrics, time.monotonic, tracer),
-                        daemon_config(settings, parts.engine.traits),
+                        daemon_config(settings),
                     )
                     face.ready(parts.metrics, daemon.snapshot)
                     stop.guard(daemon)

@@ -92,7 +92,7 @@ async def demo_worker(settings: Settings) -> AsyncIterator[DemoWorker]:
         async with assembled(settings, url) as parts:
             daemon = Daemon(
                 DaemonParts(parts.queue, parts.engine, parts.model, parts.metrics, time.monotonic),
-                daemon_config(settings, parts.engine.traits),
+                daemon_config(settings),
             )
             with MetricsServer(
                 parts.metrics.render, daemon.snapshot, host=settings.metrics_host, port=settings.metrics_port
