@@ -1,0 +1,577 @@
+"""The daemon over fakes: every step of the loop, every way a job ends, the stop order."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from edgellm_producer.keys import Priority
+from edgellm_producer.wire import ErrorCode, FinishReason, Status
+from edgellm_worker.batching import Scheduling
+from edgellm_worker.engine.api import FinishReason as RowFinish
+from edgellm_worker.engine.errors import RequestError
+from tests.support.daemons import config, job, running, tokenizer
+from tests.support.fake_engine import FakeEngine
+from tests.support.memory_queue import MemoryQueue
+
+
+@pytest.fixture
+def queue():
+    return MemoryQueue()
+
+
+def text_of(prompt: str, num_tokens: int) -> str:
+    """What the fake engine says to this prompt."""
+    ids = tokenizer().encode(prompt)
+    return tokenizer().decode([ids[i % len(ids)] for i in range(num_tokens)])
+
+
+class TestAnswers:
+    async def test_every_job_gets_its_own_text_once(self, queue):
+        async with running(queue, FakeEngine(at_once=True)):
+            for n in range(30):
+                queue.submit(job(f"j{n}", prompt=f"number {n} of many", max_tokens=6))
+            for n in range(30):
+                reply = await queue.reply(f"j{n}")
+                assert reply.status is Status.OK
+                assert reply.text == text_of(f"number {n} of many", 6)
+        assert all(len(replies) == 1 for replies in queue.replies.values())
+        assert not queue.held
+
+    async def test_reply_holds_usage_timings_drafting_and_batch(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine):
+            queue.submit(job("a", max_tokens=6), age_s=1.0)
+            await queue.until(lambda: engine.rows)
+            engine.step(3)
+            engine.step(3)
+            reply = await queue.reply("a")
+        assert reply.finish_reason is FinishReason.LENGTH
+        assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (6, 6, 12)
+        assert reply.timings.queue_ms >= 1000
+        assert reply.timings.total_ms >= reply.timings.time_to_first_token_ms >= reply.timings.queue_ms
+        speculative = reply.speculative
+        assert (speculative.method, speculative.num_spec_steps) == ("mtp", 2)
+        assert (speculative.num_draft_tokens, speculative.num_accepted_draft_tokens) == (6, 4)
+        assert speculative.mean_acceptance_length == 3.0
+        assert speculative.acceptance_histogram == [0, 0, 2]
+        assert speculative.draft_acceptance_rate == pytest.approx(4 / 6)
+        assert reply.batch is not None
+        assert (reply.batch.id, reply.batch.size, reply.batch.engine) == ("worker-1-1", 1, "fake")
+        assert (reply.attempt, reply.worker) == (1, "worker-1")
+        assert reply.seed is not None
+
+    async def test_a_finished_rows_reply_leaves_at_once(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine):
+            queue.submit(job("short", max_tokens=1))
+            queue.submit(job("long", max_tokens=50))
+            await queue.until(lambda: len(engine.rows) == 2)
+            engine.step()
+            await queue.reply("short")
+            assert len(engine.rows) == 1
+
+    async def test_replies_of_one_step_leave_in_one_round_trip(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine, config(sweep_s=60)):
+            for n in range(4):
+                queue.submit(job(f"j{n}"))
+            await queue.until(lambda: len(engine.rows) == 4)
+            before = queue.num_commands
+            engine.step(4)
+            for n in range(4):
+                await queue.reply(f"j{n}")
+            assert queue.num_commands - before <= 2, "one finish, and at most one read"
+
+    async def test_a_stop_string_ends_the_row_in_the_engine_and_the_tokens_end_with_the_text(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine):
+            queue.submit(job("a", prompt="one two three four", max_tokens=40, stop=["three"]))
+            await queue.until(lambda: engine.rows)
+            engine.step(8)
+            reply = await queue.reply("a")
+            await queue.until(lambda: not engine.rows)
+        assert reply.finish_reason is FinishReason.STOP
+        assert reply.text == "one two "
+        assert reply.usage.completion_tokens == len(reply.token_ids) == len(tokenizer().encode("one two "))
+
+    async def test_max_tokens_in_the_same_step_as_a_stop_string_is_a_stop(self, queue):
+        """sglang#31599"""
+        engine = FakeEngine()
+        async with running(queue, engine):
+            queue.submit(job("a", prompt="one two three four", max_tokens=4, stop=["two"]))
+            await queue.until(lambda: engine.rows)
+            engine.step(4)
+            assert (await queue.reply("a")).finish_reason is FinishReason.STOP
+
+    async def test_logprobs_end_with_the_tokens(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine):
+            queue.submit(job("a", prompt="one two three", max_tokens=30, stop=["three"], logprobs=True, top_logprobs=1))
+            await queue.until(lambda: engine.rows)
+            engine.step(5)
+            reply = await queue.reply("a")
+        assert reply.logprobs is not None
+        assert [entry.token_id for entry in reply.logprobs] == reply.token_ids
+        assert reply.logprobs[0].top_logprobs[0].token_id == reply.token_ids[0]
+
+    async def test_a_row_that_fails_alone_is_answered_and_its_neighbours_finish(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine):
+            queue.submit(job("bad"))
+            queue.submit(job("good"))
+            await queue.until(lambda: len(engine.rows) == 2)
+            engine.finish_row(engine.added[0], RowFinish.ERROR, "scores are not numbers")
+            reply = await queue.reply("bad")
+            engine.step(4)
+            assert (await queue.reply("good")).status is Status.OK
+        assert (reply.status, reply.finish_reason) == (Status.FAILED, FinishReason.ERROR)
+        assert reply.error is not None
+        assert (reply.error.code, reply.error.message) == (ErrorCode.ENGINE_ERROR, "scores are not numbers")
+
+
+REFUSALS = [
+    pytest.param({"model": "other"}, ErrorCode.MODEL_NOT_FOUND, "model", id="unknown model"),
+    pytest.param({"prompt": "x " * 70}, ErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt", id="over-long prompt"),
+    pytest.param({"max_tokens": 1000}, ErrorCode.CONTEXT_LENGTH_EXCEEDED, "max_tokens", id="explicit excess"),
+    pytest.param({"prompt_token_ids": [9999]}, ErrorCode.INVALID_FIELD, "prompt_token_ids", id="outside vocabulary"),
+    pytest.param({"logit_bias": {9999: 1.0}}, ErrorCode.INVALID_FIELD, "logit_bias", id="bias outside vocabulary"),
+    pytest.param({"prompt": ""}, ErrorCode.INVALID_FIELD, "prompt", id="empty prompt"),
+    pytest.param({"messages": [{"role": 3}]}, ErrorCode.TEMPLATE_ERROR, "messages", id="template fails"),
+    pytest.param(
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        ErrorCode.UNSUPPORTED_FIELD,
+        "messages",
+        id="image content",
+    ),
+    pytest.param(
+        {"response_format": {"type": "json_object"}}, ErrorCode.UNSUPPORTED_FIELD, "response_format", id="not built"
+    ),
+]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(("fields", "code", "field"), REFUSALS)
+    async def test_a_bad_job_is_refused_before_the_batch_and_its_neighbours_finish(self, queue, fields, code, field):
+        """vllm#43920, sglang#7897: one malformed job must not cost its batch anything."""
+        engine = FakeEngine(at_once=True)
+        async with running(queue, engine):
+            queue.submit(job("bad", **fields))
+            queue.submit(job("good"))
+            reply = await queue.reply("bad")
+            assert (await queue.reply("good")).status is Status.OK
+        assert reply.status is Status.REJECTED
+        assert reply.error is not None
+        assert (reply.error.code, reply.error.field) == (code, field)
+        assert len(engine.added) == 1, "the engine never saw it"
+
+    async def test_what_the_engine_cannot_take_is_refused_by_the_field_it_names(self, queue):
+        engine = FakeEngine(refuse=lambda _: RequestError("min_p", "not on this engine", code="unsupported_field"))
+        async with running(queue, engine):
+            queue.submit(job("a", min_p=0.1))
+            reply = await queue.reply("a")
+        assert reply.error is not None
+        assert (reply.error.code, reply.error.field) == ("unsupported_field", "min_p")
+
+    async def test_missing_max_tokens_is_the_default_capped_by_the_room(self, queue):
+        engine = FakeEngine(at_once=True)
+        async with running(queue, engine):
+            queue.submit(job("a", prompt="one two", max_tokens=None))
+            reply = await queue.reply("a")
+        limits = engine.limits
+        assert reply.usage.completion_tokens == limits.max_new_tokens(reply.usage.prompt_tokens)
+
+
+class TestStreaming:
+    async def test_deltas_add_up_to_the_text_and_come_before_the_answer(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine):
+            queue.submit(job("a", max_tokens=8, stream=True))
+            await queue.until(lambda: engine.rows)
+            for _ in range(4):
+                engine.step(2)
+                await asyncio.sleep(0.03)
+            reply = await queue.reply("a")
+        deltas = queue.deltas["a"]
+        assert len(deltas) >= 2
+        assert "".join(delta.text for delta in deltas) == reply.text
+        assert [token for delta in deltas for token in delta.token_ids] == reply.token_ids
+        starts = [delta.offset_tokens for delta in deltas]
+        assert starts == [sum(len(d.token_ids) for d in deltas[:i]) for i in range(len(deltas))]
+
+    async def test_steps_within_20_ms_are_merged_into_one_delta(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine):
+            queue.submit(job("a", max_tokens=40, stream=True))
+            await queue.until(lambda: engine.rows)
+            for _ in range(20):
+                engine.step(2)
+            await queue.reply("a")
+        assert len(queue.deltas["a"]) <= 3
+
+    async def test_a_delta_is_sent_20_ms_later_even_without_a_further_step(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine, config(sweep_s=60)):
+            queue.submit(job("a", max_tokens=40, stream=True))
+            await queue.until(lambda: engine.rows)
+            engine.step(2)
+            await queue.until(lambda: "a" in queue.deltas)
+            engine.step(2)
+            await queue.until(lambda: sum(len(d.token_ids) for d in queue.deltas["a"]) == 4)
+
+    async def test_without_stream_there_are_no_deltas(self, queue):
+        async with running(queue, FakeEngine(at_once=True)):
+            queue.submit(job("a"))
+            await queue.reply("a")
+        assert not queue.deltas
+
+    async def test_a_delta_that_may_have_been_written_is_sent_again_unchanged(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine):
+            queue.submit(job("a", max_tokens=8, stream=True))
+            await queue.until(lambda: engine.rows)
+            queue.down = True
+            engine.step(2)
+            await asyncio.sleep(0.03)
+            engine.step(2)
+            queue.down = False
+            engine.step(4)
+            reply = await queue.reply("a")
+        assert queue.deltas["a"][0].token_ids == reply.token_ids[:2], "the cut stays where it was"
+        assert "".join(delta.text for delta in queue.deltas["a"]) == reply.text
+
+
+class TestScheduling:
+    async def test_the_worker_never_reads_more_than_its_free_slots(self, queue):
+        engine = FakeEngine()
+        for n in range(20):
+            queue.submit(job(f"j{n}"))
+        async with running(queue, engine):
+            await queue.until(lambda: len(engine.rows) == 4)
+            await asyncio.sleep(0.05)
+            assert len(queue.held) == 4
+            engine.step(4)
+            await queue.until(lambda: len(engine.rows) == 4)
+            assert len(queue.held) == 4
+        assert engine.max_rows == 4
+
+    async def test_in_flight_jobs_join_while_others_run(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine):
+            queue.submit(job("a", max_tokens=20))
+            await queue.until(lambda: engine.rows)
+            engine.step()
+            queue.submit(job("b"))
+            await queue.until(lambda: len(engine.rows) == 2)
+
+    async def test_static_jobs_wait_for_the_batch_to_end_and_are_not_even_read(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine, config(scheduling=Scheduling.STATIC)):
+            queue.submit(job("a", max_tokens=8))
+            await queue.until(lambda: engine.rows)
+            queue.submit(job("b"))
+            engine.step(4)
+            await asyncio.sleep(0.05)
+            assert set(queue.held) == {"a"}
+            engine.step(4)
+            await queue.until(lambda: "b" in queue.held)
+
+    async def test_rows_of_different_keys_never_run_together(self, queue):
+        engine = FakeEngine(key_of=lambda request: request.max_new_tokens)
+        async with running(queue, engine):
+            for n in range(4):
+                queue.submit(job(f"j{n}", max_tokens=4 + n % 2))
+            await queue.until(lambda: len(engine.rows) == 2)
+            assert {row.request.max_new_tokens for row in engine.rows.values()} == {4}
+            engine.step(4)
+            await queue.until(lambda: len(engine.rows) == 2)
+            assert {row.request.max_new_tokens for row in engine.rows.values()} == {5}
+
+    async def test_a_job_whose_last_holder_vanished_runs_alone(self, queue):
+        engine = FakeEngine()
+        queue.submit(job("suspect"), runs_alone=True)
+        queue.submit(job("other"))
+        async with running(queue, engine):
+            await queue.until(lambda: engine.rows)
+            await asyncio.sleep(0.05)
+            assert len(engine.rows) == 1
+            engine.step(4)
+            await queue.until(lambda: "other" in queue.held and len(engine.rows) == 1)
+
+    async def test_lanes_are_served_best_first(self, queue):
+        engine = FakeEngine()
+        queue.submit(job("low", priority=Priority.LOW))
+        queue.submit(job("high", priority=Priority.HIGH))
+        async with running(queue, engine):
+            await queue.until(lambda: len(engine.rows) == 2)
+            engine.step(4)
+            low, high = await queue.reply("low"), await queue.reply("high")
+        assert low.batch == high.batch, "one read, one batch; within it the order of rows is the lanes'"
+
+
+class TestCancelAndDeadline:
+    async def test_cancelled_while_it_forms(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine, config(linger_s=30.0)):
+            queue.submit(job("a"))
+            await queue.until(lambda: "a" in queue.held)
+            queue.cancel("a")
+            reply = await queue.reply("a")
+        assert (reply.status, reply.text) == (Status.CANCELLED, "")
+        assert not engine.added
+
+    async def test_cancelled_between_forming_and_the_engine(self, queue):
+        engine = FakeEngine()
+        queue.submit(job("a"))
+        queue.cancel("a")
+        async with running(queue, engine):
+            reply = await queue.reply("a")
+        assert reply.status is Status.CANCELLED
+        assert not engine.added
+
+    async def test_cancelled_while_it_runs_keeps_its_text_and_frees_the_slot(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine, config(sweep_s=60)):
+            queue.submit(job("a", max_tokens=40))
+            queue.submit(job("b", max_tokens=40))
+            await queue.until(lambda: len(engine.rows) == 2)
+            engine.step(2)
+            queue.cancel("a")
+            engine.step(1)
+            reply = await queue.reply("a")
+            assert len(engine.rows) == 1, "within a step"
+        assert (reply.status, reply.finish_reason) == (Status.CANCELLED, FinishReason.CANCELLED)
+        assert reply.error is not None
+        assert reply.error.code == ErrorCode.CANCELLED
+        assert 2 <= reply.usage.completion_tokens <= 3
+
+    async def test_cancelled_while_publishing_keeps_its_answer(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine):
+            queue.submit(job("a"))
+            await queue.until(lambda: engine.rows)
+            queue.down = True
+            engine.step(4)
+            await asyncio.sleep(0.05)
+            queue.cancel("a")
+            queue.down = False
+            assert (await queue.reply("a")).status is Status.OK
+
+    async def test_its_timeout_passes_while_it_runs(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine, config(sweep_s=60)):
+            queue.submit(job("a", max_tokens=40, timeout_s=0.1))
+            await queue.until(lambda: engine.rows)
+            engine.step(2)
+            reply = await queue.reply("a")
+            assert not engine.rows
+        assert reply.status is Status.EXPIRED
+        assert reply.error is not None
+        assert reply.error.code == ErrorCode.TIMEOUT
+        assert reply.usage.completion_tokens == 2
+
+    async def test_its_timeout_passes_while_it_forms(self, queue):
+        engine = FakeEngine(key_of=lambda request: request.max_new_tokens)
+        async with running(queue, engine, config(sweep_s=60)):
+            queue.submit(job("a", max_tokens=40))
+            await queue.until(lambda: engine.rows)
+            queue.submit(job("b", max_tokens=30, timeout_s=0.1))
+            assert (await queue.reply("b")).status is Status.EXPIRED
+        assert len(engine.added) == 1
+
+    async def test_a_lost_lease_stops_the_row_without_a_word(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine, config(sweep_s=60)):
+            queue.submit(job("a", max_tokens=40))
+            await queue.until(lambda: engine.rows)
+            queue.steal("a")
+            engine.step()
+            await queue.until(lambda: not engine.rows)
+        assert not queue.replies
+
+    async def test_a_refused_delta_stops_the_row(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine, config(sweep_s=60)):
+            queue.submit(job("a", max_tokens=40, stream=True))
+            await queue.until(lambda: engine.rows)
+            del queue.held["a"]
+            engine.step()
+            await queue.until(lambda: not engine.rows)
+        assert not queue.replies
+
+
+class TestEngineFailures:
+    async def test_a_failed_batch_comes_back_as_single_jobs(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine):
+            for n in range(3):
+                queue.submit(job(f"j{n}"))
+            await queue.until(lambda: len(engine.rows) == 3)
+            engine.fail()
+            await queue.until(lambda: len(queue.retried) == 3)
+            assert all(not solo for _, _, solo in queue.retried)
+            assert not queue.held, "nothing is read while the engine is down"
+            engine.recover()
+            for _ in range(3):
+                await queue.until(lambda: engine.rows)
+                assert len(engine.rows) == 1
+                engine.step(4)
+                await queue.until(lambda: not engine.rows or len(queue.replies) == 3)
+            replies = [await queue.reply(f"j{n}") for n in range(3)]
+        assert [reply.attempt for reply in replies] == [2, 2, 2]
+
+    async def test_a_job_that_kills_the_engine_twice_alone_is_dead_lettered(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine):
+            queue.submit(job("poison"))
+            for _ in range(2):
+                await queue.until(lambda: engine.rows)
+                engine.fail()
+                engine.recover()
+            reply = await queue.reply("poison")
+        assert reply.error is not None
+        assert (reply.status, reply.error.code) == (Status.FAILED, ErrorCode.POISON)
+        assert queue.dead == {"poison": ErrorCode.POISON}
+
+    async def test_a_job_without_attempts_left_is_dead_lettered(self, queue):
+        queue.submit(job("tired"), attempt=3)
+        async with running(queue, FakeEngine()):
+            reply = await queue.reply("tired")
+        assert reply.error is not None
+        assert reply.error.code == ErrorCode.TOO_MANY_ATTEMPTS
+        assert queue.dead == {"tired": ErrorCode.TOO_MANY_ATTEMPTS}
+
+    async def test_a_hang_is_counted_as_one(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine) as daemon:
+            queue.submit(job("a"))
+            await queue.until(lambda: engine.rows)
+            engine.fail(hung=True)
+            await queue.until(lambda: queue.retried)
+            engine.recover()
+            await queue.until(lambda: engine.rows)
+            metrics = daemon._metrics
+            assert metrics.value("engine_hangs_total") == 1
+            assert metrics.value("engine_restarts_total") == 1
+            assert metrics.value("job_retries_total", reason="engine_hang") == 1
+
+
+class TestRedisOutages:
+    async def test_a_result_that_cannot_be_written_is_kept_and_written_once(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine):
+            queue.submit(job("a"))
+            await queue.until(lambda: engine.rows)
+            queue.down = True
+            engine.step(4)
+            await asyncio.sleep(0.15)
+            assert not queue.replies
+            queue.down = False
+            assert (await queue.reply("a")).status is Status.OK
+
+    async def test_past_the_budget_the_lease_is_no_longer_renewed_but_the_result_is_kept(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine, config(publish_budget_s=0.05)):
+            queue.submit(job("a"))
+            await queue.until(lambda: engine.rows)
+            queue.down = True
+            engine.step(4)
+            await queue.until(lambda: "a" in queue.forgotten)
+            queue.down = False
+            assert (await queue.reply("a")).status is Status.OK
+
+    async def test_a_batch_that_could_not_start_waits_and_starts_later(self, queue):
+        engine = FakeEngine(at_once=True)
+        async with running(queue, engine, config(linger_s=0.05)):
+            queue.submit(job("a"))
+            await queue.until(lambda: "a" in queue.held)
+            queue.down = True
+            await asyncio.sleep(0.2)
+            assert not engine.added
+            queue.down = False
+            assert (await queue.reply("a")).status is Status.OK
+
+
+class TestStopping:
+    async def test_sigterm_while_a_batch_forms_hands_it_back_without_an_attempt(self, queue):
+        """celery-batches#93"""
+        engine = FakeEngine()
+        async with running(queue, engine, config(linger_s=30.0)) as daemon:
+            queue.submit(job("a"))
+            queue.submit(job("b"))
+            await queue.until(lambda: len(queue.held) == 2)
+            daemon.stop()
+        assert sorted(queue.released) == [("a", False), ("b", False)]
+        assert queue.attempts == {"a": 0, "b": 0}
+        assert not queue.replies
+
+    async def test_running_jobs_finish_within_the_grace_and_nothing_new_is_read(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine) as daemon:
+            queue.submit(job("a"))
+            await queue.until(lambda: engine.rows)
+            daemon.stop()
+            queue.submit(job("late"))
+            await asyncio.sleep(0.05)
+            engine.step(4)
+            assert (await queue.reply("a")).status is Status.OK
+        assert [delivery.id for delivery in queue.lane] == ["late"]
+
+    async def test_after_the_grace_the_rest_is_handed_back_without_an_attempt(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine, config(grace_s=0.05)) as daemon:
+            queue.submit(job("a", max_tokens=40))
+            await queue.until(lambda: engine.rows)
+            daemon.stop()
+        assert queue.released == [("a", True)]
+        assert queue.attempts == {"a": 0}
+        assert not engine.rows
+
+    async def test_a_second_signal_ends_the_grace_now(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine, config(grace_s=1000.0)) as daemon:
+            queue.submit(job("a", max_tokens=40))
+            await queue.until(lambda: engine.rows)
+            daemon.stop()
+            daemon.stop()
+        assert queue.released == [("a", True)]
+
+    async def test_a_result_is_published_even_when_redis_is_away_at_the_end(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine, config(grace_s=0.1, last_flush_s=5.0)) as daemon:
+            queue.submit(job("a"))
+            await queue.until(lambda: engine.rows)
+            queue.down = True
+            engine.step(4)
+            daemon.stop()
+            await asyncio.sleep(0.2)
+            queue.down = False
+        assert [reply.status for reply in queue.replies["a"]] == [Status.OK]
+
+    async def test_without_redis_the_stop_ends_anyway(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine, config(grace_s=0.05, last_flush_s=0.1)) as daemon:
+            queue.submit(job("a"))
+            await queue.until(lambda: engine.rows)
+            queue.down = True
+            engine.step(4)
+            daemon.stop()
+        assert not queue.replies
+
+    async def test_a_helper_that_breaks_hands_the_jobs_back_and_raises(self, queue, monkeypatch):
+        engine = FakeEngine()
+
+        async def broken():
+            raise RuntimeError("a bug")
+
+        async def life():
+            async with running(queue, engine, config(sweep_s=0.02)):
+                queue.submit(job("a", max_tokens=40))
+                await queue.until(lambda: engine.rows)
+                monkeypatch.setattr(queue, "sweep", broken)
+                await queue.until(lambda: queue.released)
+
+        with pytest.raises(RuntimeError, match="a bug"):
+            await life()
+        assert queue.released == [("a", True)]
