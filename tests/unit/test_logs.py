@@ -1,0 +1,59 @@
+"""Log lines: one per event, in text and in JSON, and not to be forged."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+
+import pytest
+import structlog
+
+from edgellm_producer.wire import Reply, Status
+from edgellm_worker.daemon import job_event
+from edgellm_worker.logs import LogFormat, configure_logs
+
+
+@pytest.fixture
+def lines():
+    """Whatever was configured before is configured again afterwards."""
+    before = structlog.get_config()
+    bridge = logging.getLogger("edgellm_worker")
+    kept = bridge.handlers, bridge.level, bridge.propagate
+    yield io.StringIO()
+    structlog.configure(**before)
+    bridge.handlers, bridge.level, bridge.propagate = kept
+
+
+def test_text(lines):
+    configure_logs(LogFormat.TEXT, stream=lines)
+    structlog.get_logger().info("job", job="a-1", status="ok", total_ms=12.5, code=None)
+    stamp, _, rest = lines.getvalue().partition(" ")
+    assert stamp.endswith("Z")
+    assert rest == "info    job job=a-1 status=ok total_ms=12.5 code=null\n"
+
+
+def test_json(lines):
+    configure_logs(LogFormat.JSON, stream=lines)
+    structlog.get_logger().warning("cannot read", error="x", again_in_s=0.1)
+    event = json.loads(lines.getvalue())
+    assert (event["event"], event["level"], event["again_in_s"]) == ("cannot read", "warning", 0.1)
+
+
+@pytest.mark.parametrize("form", list(LogFormat))
+def test_a_hostile_value_cannot_forge_a_line(form, lines):
+    configure_logs(form, stream=lines)
+    structlog.get_logger().info("job", error="x\n2026-01-01T00:00:00Z error   engine failed\x1b[2J")
+    assert lines.getvalue().count("\n") == 1
+    assert "\x1b" not in lines.getvalue()
+
+
+def test_the_librarys_loggers_join_in(lines):
+    configure_logs(LogFormat.TEXT, stream=lines)
+    logging.getLogger("edgellm_worker.engine.child").warning("engine process ended: %s", "killed")
+    assert "engine process ended: killed source=edgellm_worker.engine.child" in lines.getvalue()
+
+
+def test_a_jobs_line_holds_no_text():
+    reply = Reply(id="a", status=Status.OK, text="the secret recipe")
+    assert "recipe" not in str(job_event(reply))
