@@ -19,10 +19,9 @@ from edgellm_worker.engine.edgellm.bundle import read_bundle
 from edgellm_worker.engine.edgellm.cache import BuildOptions, BuildWorld, bundle_key, content_digest
 from edgellm_worker.engine.edgellm.command import build, describe
 from edgellm_worker.engine.edgellm.feedback import Feedback, FeedbackCorrection
-from edgellm_worker.engine.edgellm.kind import build_engine
 from edgellm_worker.engine.edgellm.misread import ModelFacts
 from edgellm_worker.engine.errors import BuildError, CheckpointError
-from edgellm_worker.engine.load import EngineOptions
+from edgellm_worker.engine.load import EngineOptions, build_engine
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from tests.support import edgellm_checkpoints as ck
 from tests.support.edgellm_fake_wheel import BUILDER_FLAGS, told, write_fake_wheel
@@ -276,12 +275,14 @@ def test_the_kind_builds_with_the_operators_options_and_refuses_changing_draft_l
 ) -> None:
     checkpoint = open_checkpoint(ck.write_checkpoint(tmp_path / "m", hf_quant=ck.mixed("NVFP4")), read_values=False)
     options = EngineOptions(2, 64, 256, SpeculativeConfig(4), cache_dir=tmp_path / "cache")
-    bundle = build_engine(checkpoint, options).bundle
-    assert (bundle.num_drafts, bundle.max_batch_size, bundle.max_input_len) == (4, 2, 64)
-    assert build_engine(checkpoint, replace(options, speculative=None)).bundle.num_drafts == 3
+    text = build_engine("edgellm", checkpoint, options)
+    assert "drafts 4" in text
+    assert "rows 2, input 64, capacity 256" in text
+    assert "from the cache" in build_engine("edgellm", checkpoint, options)
+    assert "drafts 3" in build_engine("edgellm", checkpoint, replace(options, speculative=None))
     for drafting in (SpeculativeConfig(4, adaptive=True), SpeculativeConfig(4, schedule=((1, 2, 3),))):
         with pytest.raises(BuildError, match="draft length is fixed"):
-            build_engine(checkpoint, replace(options, speculative=drafting))
+            build_engine("edgellm", checkpoint, replace(options, speculative=drafting))
 
 
 def test_the_correction_keeps_the_model_as_it_was() -> None:

@@ -32,5 +32,6 @@ COMMANDS: Final = (
         _ONE_THREAD,
     ),
     Command("serve", "edgellm_worker.cli.serve", "run the worker"),
+    Command("build", "edgellm_worker.cli.build", "build an engine's bundle ahead of time"),
     Command("check", "edgellm_worker.cli.check", "validate everything `serve` needs, then exit"),
 )

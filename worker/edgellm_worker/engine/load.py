@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Final, cast
 
 from edgellm_worker.engine.api import Engine
@@ -46,10 +47,23 @@ KINDS: Final = {
 
 def load_engine(kind: str, checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     """Raises `BuildError` (no such kind, or it is not installed), `CheckpointError`, `CapacityError`."""
+    return cast("EngineOpener", _module(kind).open_engine)(checkpoint, options)
+
+
+def build_engine(kind: str, checkpoint: Checkpoint, options: EngineOptions) -> str:
+    """Build ahead of time what `load_engine` would build, and say in words what there is now. A kind that builds has
+    `build_bundle(checkpoint, options) -> str`. Raises as `load_engine`.
+    """
+    build = getattr(_module(kind), "build_bundle", None)
+    if build is None:
+        return f"engine {kind} runs from the checkpoint: there is nothing to build"
+    return cast("Callable[[Checkpoint, EngineOptions], str]", build)(checkpoint, options)
+
+
+def _module(kind: str) -> ModuleType:
     if kind not in KINDS:
         raise BuildError(f"no engine is called {kind!r}; there are {', '.join(sorted(KINDS))}")
     try:
-        module = import_module(KINDS[kind])
+        return import_module(KINDS[kind])
     except ImportError as error:
         raise BuildError(f"engine {kind!r} is not installed here: {error}") from error
-    return cast("EngineOpener", module.open_engine)(checkpoint, options)

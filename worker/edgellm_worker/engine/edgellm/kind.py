@@ -6,7 +6,7 @@ from edgellm_worker.engine.api import Engine
 from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint
 from edgellm_worker.engine.edgellm.builder import BuiltBundle
 from edgellm_worker.engine.edgellm.cache import BuildOptions
-from edgellm_worker.engine.edgellm.command import build
+from edgellm_worker.engine.edgellm.command import build, describe
 from edgellm_worker.engine.edgellm.open import EdgeLlmOptions, open_bundle
 from edgellm_worker.engine.errors import BuildError
 from edgellm_worker.engine.load import EngineOptions
@@ -20,12 +20,16 @@ def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
 
     Raises `BuildError`, `CheckpointError`, `EngineError`.
     """
-    built = build_engine(checkpoint, options)
+    built = _built(checkpoint, options)
     return open_bundle(EdgeLlmOptions(built.bundle.path, built.model_dir))
 
 
-def build_engine(checkpoint: Checkpoint, options: EngineOptions) -> BuiltBundle:
-    """What the `build` command does for this engine; `command.describe` says what came of it."""
+def build_bundle(checkpoint: Checkpoint, options: EngineOptions) -> str:
+    """What the `build` command does for this engine."""
+    return describe(_built(checkpoint, options))
+
+
+def _built(checkpoint: Checkpoint, options: EngineOptions) -> BuiltBundle:
     return build(
         checkpoint.path,
         options.cache_dir.expanduser(),
