@@ -176,6 +176,14 @@ def test_a_crash_shows_the_end_of_its_log(
         build_bundle(model, tmp_path / "cache", OPTIONS)
 
 
+def test_a_machine_that_the_vendor_does_not_know_is_told_so(
+    tmp_path: Path, wheel: Path, model: ModelFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_EDGELLM", told(machine=1))
+    with pytest.raises(BuildError, match="^tensorrt-edgellm does not support this machine: Unknown board$"):
+        build_bundle(model, tmp_path / "cache", OPTIONS)
+
+
 def test_a_foreign_or_damaged_bundle_is_named(tmp_path: Path, wheel: Path, model: ModelFacts) -> None:
     built = build_bundle(model, tmp_path / "cache", OPTIONS)
     manifest = built.bundle.path / "edgellm_worker.json"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edgellm_worker.engine.edgellm.audit import audit
-from edgellm_worker.engine.edgellm.builder_child import EXIT_NO_PLACE_FOR_CORRECTION
+from edgellm_worker.engine.edgellm.builder_child import EXIT_NO_PLACE_FOR_CORRECTION, EXIT_UNSUPPORTED_MACHINE
 from edgellm_worker.engine.edgellm.bundle import Bundle, read_bundle
 from edgellm_worker.engine.edgellm.cache import (
     MANIFEST,
@@ -38,7 +38,7 @@ from edgellm_worker.engine.edgellm.cache import (
     read_manifest,
 )
 from edgellm_worker.engine.edgellm.misread import ModelFacts, refuse_misread
-from edgellm_worker.engine.edgellm.native import package_version
+from edgellm_worker.engine.edgellm.native import DISTRIBUTION, package_version
 from edgellm_worker.engine.errors import BuildError
 
 _CHILD_MODULE: Final = "edgellm_worker.engine.edgellm.builder_child"
@@ -126,7 +126,10 @@ def _run_child(order: Mapping[str, Any], log: Path) -> dict[str, str]:
         answer: dict[str, str] = json.loads(result.read_text())
         result.unlink()
         return answer
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_NUM_LOG_LINES:])
+    lines = log.read_text(errors="replace").splitlines()[-_NUM_LOG_LINES:]
+    tail = "\n".join(lines)
+    if done.returncode == EXIT_UNSUPPORTED_MACHINE:
+        raise BuildError(f"{DISTRIBUTION} does not support this machine: {lines[-1]}")
     if done.returncode == EXIT_NO_PLACE_FOR_CORRECTION:
         message = (
             "this version of the vendor's builder has no place for the correction of the draft's hidden state; "
