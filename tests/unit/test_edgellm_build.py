@@ -180,7 +180,7 @@ def test_a_machine_that_the_vendor_does_not_know_is_told_so(
     tmp_path: Path, wheel: Path, model: ModelFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_EDGELLM", told(machine=1))
-    with pytest.raises(BuildError, match="^tensorrt-edgellm does not support this machine: Unknown board$"):
+    with pytest.raises(BuildError, match=r"^tensorrt-edgellm does not support this machine: Unknown board$"):
         build_bundle(model, tmp_path / "cache", OPTIONS)
 
 
