@@ -17,6 +17,7 @@ from edgellm_worker.engine.api import FinishReason, SamplingParams
 from edgellm_worker.engine.edgellm.builder import builder_argv
 from edgellm_worker.engine.edgellm.cache import BuildOptions
 from edgellm_worker.engine.edgellm.call import native_request
+from edgellm_worker.engine.edgellm.feedback import Feedback, FeedbackCorrection
 from edgellm_worker.engine.edgellm.fields import batch_fields
 from edgellm_worker.engine.edgellm.native import Capabilities, accepted_parameters, detect, load_native
 from edgellm_worker.engine.edgellm.rows import Row
@@ -25,7 +26,7 @@ from tests.support import fake_edgellm as fake
 from tests.support.edgellm_dump import load_dump, parameters_of
 from tests.support.edgellm_fake_wheel import BUILDER_FLAGS
 from tests.support.edgellm_setup import EOS, count_tokens, job, open_fake, run_all, write_bundle
-from tests.support.edgellm_vendor import load_real_module, wheel_folder
+from tests.support.edgellm_vendor import import_draft_module, load_real_module, wheel_folder
 from tests.support.fake_edgellm import Behaviour, Script
 
 pytestmark = pytest.mark.vendor
@@ -132,13 +133,50 @@ def test_the_builders_real_parser_takes_our_arguments(wheel: Path) -> None:
     assert set(BUILDER_FLAGS) <= known
 
 
-def test_the_draft_that_the_correction_wraps_is_where_it_looks(wheel: Path) -> None:
-    """Its module needs TensorRT to import, so its source is read: the class, its norm, and the defect."""
-    source = (wheel / "experimental/builder/models/qwen3_5/modeling_qwen3_5_mtp.py").read_text()
-    assert "class Qwen35MtpDraftModel" in source
-    assert "self.norm = RMSNorm(" in source
-    assert 'outputs["hidden_states"] = selected' in source
-    assert "self.norm(selected)" in source
+class Traced:
+    """A tensor that is the text of its own computation."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __add__(self, other: Traced) -> Traced:
+        return Traced(f"({self.text} + {other.text})")
+
+    def cast(self, _dtype: object) -> Traced:
+        return self
+
+    def log_softmax(self, _axis: int) -> Traced:
+        return self
+
+
+def op(name: str) -> Any:
+    return lambda *inputs: Traced(f"{name}({', '.join(i.text for i in inputs if isinstance(i, Traced))})")
+
+
+def test_the_correction_mends_the_real_draft(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vendor's own forward pass, traced: the hidden state that it hands on, before and after."""
+    module = import_draft_module(monkeypatch)
+    draft_class = module.Qwen35MtpDraftModel
+    monkeypatch.setattr(draft_class, "forward", draft_class.forward)  # restored at the end
+    monkeypatch.setattr(module.F, "concatenate", lambda parts, axis: op("concat")(*parts))
+    monkeypatch.setattr(module.F, "gather_token_rows", lambda hidden, rows: op("rows")(hidden))
+    model = draft_class.__new__(draft_class)
+    for name in ("pre_embed_norm", "pre_hidden_norm", "fc", "norm", "lm_head"):
+        setattr(model, name, op(name))
+    model.layers = [lambda hidden, *rest: (op("layer")(hidden), Traced("cache"))]
+    names = [*module.RaggedDecoderInputs.__dataclass_fields__, "inputs_embeds", "rope", "base_hidden", "draft_hidden"]
+    inputs = {name: Traced(name) for name in [*names, "attention_mask", "attention_pos_id"]}
+    inputs["past_key_values"] = [Traced("kv")]
+    rows = "rows(layer(fc(concat(pre_embed_norm(inputs_embeds), pre_hidden_norm((base_hidden + draft_hidden))))))"
+
+    shipped = draft_class.forward(model, **inputs)
+    assert shipped["hidden_states"].text == rows
+    correction = FeedbackCorrection()
+    correction.install()
+    corrected = draft_class.forward(model, **inputs)
+    assert correction.outcome is Feedback.CORRECTED
+    assert corrected["hidden_states"].text == f"norm({rows})"
+    assert corrected["logits"].text == shipped["logits"].text == f"lm_head(norm({rows}))"
 
 
 def test_a_machine_without_a_payload_is_told_the_vendors_reason(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -73,3 +74,34 @@ def _stubs(extension: Path, scratch: Path) -> Iterator[Path]:
             command.append(f"-Wl,--version-script={script}")
         subprocess.run(command, check=True)
         yield scratch / library
+
+
+class _Anything:
+    """Whatever TensorRT's names are used for while the vendor's modules are imported."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _Anything()
+
+
+class _AbsentTensorRt(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything()
+
+
+def import_draft_module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The vendor's real module of the Qwen3.5 draft, on a machine without TensorRT: its forward pass is plain Python
+    over the builder's own operations.
+    """
+    if importlib.util.find_spec("tensorrt") is None:
+        monkeypatch.setitem(sys.modules, "tensorrt", _AbsentTensorRt("tensorrt"))
+    return importlib.import_module("experimental.builder.models.qwen3_5.modeling_qwen3_5_mtp")
