@@ -20,12 +20,13 @@ from edgellm_worker.engine.edgellm.call import native_request
 from edgellm_worker.engine.edgellm.feedback import Feedback, FeedbackCorrection
 from edgellm_worker.engine.edgellm.fields import batch_fields
 from edgellm_worker.engine.edgellm.native import Capabilities, accepted_parameters, detect, load_native
+from edgellm_worker.engine.edgellm.open import EdgeLlmOptions, open_bundle
 from edgellm_worker.engine.edgellm.rows import Row
 from edgellm_worker.engine.errors import BuildError
 from tests.support import fake_edgellm as fake
 from tests.support.edgellm_dump import load_dump, parameters_of
 from tests.support.edgellm_fake_wheel import BUILDER_FLAGS
-from tests.support.edgellm_setup import EOS, count_tokens, job, open_fake, run_all, write_bundle
+from tests.support.edgellm_setup import EOS, MODEL_DIR, count_tokens, job, open_fake, run_all, write_bundle
 from tests.support.edgellm_vendor import import_draft_module, load_real_module, wheel_folder
 from tests.support.fake_edgellm import Behaviour, Script
 
@@ -177,6 +178,18 @@ def test_the_correction_mends_the_real_draft(wheel: Path, monkeypatch: pytest.Mo
     assert correction.outcome is Feedback.CORRECTED
     assert corrected["hidden_states"].text == f"norm({rows})"
     assert corrected["logits"].text == shipped["logits"].text == f"lm_head(norm({rows}))"
+
+
+def test_the_vendors_loader_gives_the_module_that_the_engine_runs_on(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Python layers are real: they hand out the module that was loaded before, here the fake."""
+    behaviour = Behaviour(lambda text: Script([[10], [EOS]]), count_tokens)
+    module = fake.make_module(behaviour)
+    monkeypatch.setattr(importlib.import_module("tensorrt_edgellm._native.load"), "_MODULE", module)
+    assert load_native() is module
+    engine = open_bundle(EdgeLlmOptions(write_bundle(tmp_path), MODEL_DIR))
+    assert run_all(engine, {1: job("text")}).tokens(1) == [10, EOS]
 
 
 def test_a_machine_without_a_payload_is_told_the_vendors_reason(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,21 @@ def test_rows_added_one_by_one_between_steps_share_the_first_call(engine: Engine
     assert [call["texts"] for call in behaviour.calls] == [["stop 2", "stop 4"]]
 
 
+def test_a_call_that_still_runs_for_nobody_is_waited_for_and_does_not_split_the_next(
+    engine: Engine, behaviour: Behaviour
+) -> None:
+    hold = threading.Event()
+    behaviour.before_round = lambda number: hold.wait() if number == 1 else None
+    run_all(engine, {1: job("long", 1)})
+    engine.add(2, job("stop 2"))
+    assert engine.step().updates == ()
+    hold.set()
+    engine.add(3, job("stop 4"))
+    got = run_all(engine)
+    assert [call["texts"] for call in behaviour.calls] == [["long"], ["stop 2", "stop 4"]]
+    assert (got.finish(2), got.finish(3)) == (FinishReason.STOP, FinishReason.STOP)
+
+
 def test_a_call_that_one_row_fails_is_run_again_row_by_row(engine: Engine, behaviour: Behaviour) -> None:
     got = run_all(engine, {1: job("stop 2"), 2: job("bad"), 3: job("stop 4")})
     assert [call["texts"] for call in behaviour.calls] == [["stop 2", "bad", "stop 4"], ["stop 2"], ["bad"], ["stop 4"]]

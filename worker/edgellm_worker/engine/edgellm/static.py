@@ -111,10 +111,10 @@ class StaticEngine:
         num_drafts = 0 if fields.disable_spec_decode else self._loaded.num_drafts
         why_not = drafting_off(request) if self._loaded.num_drafts else None
         row = Row(row_id, request, num_drafts, why_not)
+        if self.num_rows == 0:
+            self._gather_until_s = time.monotonic() + GATHER_S
         self._book.put(row)
         self._waiting.append(_Waiting(row, text, fields, self.compat_key(request)))
-        if self._call is None and self._gather_until_s is None:
-            self._gather_until_s = time.monotonic() + GATHER_S
 
     def remove(self, row_id: int) -> None:
         row = self._book.drop(row_id)
