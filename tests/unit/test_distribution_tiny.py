@@ -6,8 +6,11 @@ four wrong acceptances. Every test is at a false-alarm rate of 1e-4; the recorde
 
 import pytest
 
+from edgellm_worker.engine.api import GenerationRequest, SamplingParams
+from edgellm_worker.engine.runtime.sampling import RowSampler
 from tests.support.distribution import MUTANTS, SETTINGS, filtered
 from tests.support.tiny_distribution import next_logits, prompt_ids, rank_tests, texts, use_rule
+from tests.support.tiny_engine import short_prompts, tiny_engine
 
 CI_SEEDS = range(60)
 FULL_SEEDS = range(1_000_000, 1_001_000)
@@ -31,6 +34,28 @@ def test_a_wrong_acceptance_in_the_loop_is_caught(monkeypatch: pytest.MonkeyPatc
     params = SETTINGS["T0.7 top_p0.8 top_k20"]
     use_rule(monkeypatch, MUTANTS["argmax emitted on rejection"])
     assert not all(test.passes for test in rank_tests(params, texts(params, 3, CI_SEEDS)))
+
+
+def accepted_share(num_drafts: int, num_tokens: int) -> float:
+    """Of all drafts verified at temperature 1 over the recorded prompts."""
+    engine, drafted, accepted = tiny_engine(8, num_drafts), 0, 0
+    for i, prompt in enumerate(short_prompts()[:8]):
+        engine.add(i, GenerationRequest(prompt.prompt_ids, num_tokens, SamplingParams(temperature=1.0, seed=i)))
+    while engine.num_rows:
+        for update in engine.step().updates:
+            drafted += update.num_drafted
+            accepted += update.num_accepted
+    return accepted / drafted
+
+
+def test_sampled_rows_accept_more_drafts_with_shared_noise_than_argmax_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scenario: acceptance 0 at temperature > 0 -> stays well above 0; and drafting sampled rows is worth it."""
+    shared = accepted_share(3, 32)
+    monkeypatch.setattr(RowSampler, "draft", lambda _, scores, position: int(scores.logits.argmax()))
+    argmax = accepted_share(3, 32)
+    print(f"share of drafts accepted at temperature 1: shared noise {shared:.3f}, argmax {argmax:.3f}")
+    assert shared > argmax + 0.03
+    assert argmax > 0.2
 
 
 @pytest.mark.soak
