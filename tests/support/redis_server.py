@@ -74,8 +74,11 @@ class RedisServer:
     def tcp_url(self) -> str:
         return f"redis://127.0.0.1:{self.port}"
 
-    def client(self) -> redis_library.Redis:
-        return redis_library.Redis(unix_socket_path=self.socket_path, decode_responses=True)
+    def client(self, *, is_raw: bool = False) -> redis_library.Redis:
+        """Values as text (what is no UTF-8 is replaced), or raw as bytes."""
+        return redis_library.Redis(
+            unix_socket_path=self.socket_path, decode_responses=not is_raw, encoding_errors="replace"
+        )
 
     def start(self) -> None:
         settings = {

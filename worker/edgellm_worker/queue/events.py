@@ -48,8 +48,9 @@ class EventListener:
                     self._on_event(word, argument)
 
     async def close(self) -> None:
-        """Ends within POLL_S."""
+        """The connection goes with the task, so there is no reply that its cancelling could leave behind."""
         self._closing = True
         if self._task is not None:
-            await self._task
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         await self._client.aclose()

@@ -1,0 +1,442 @@
+"""The transitions of a job, one by one, on every version of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from edgellm_producer import CancelOutcome, Delta, JobState, Reply, Status
+from edgellm_producer.keys import GROUP
+from edgellm_worker.queue.api import Answer, BeginOutcome
+from edgellm_worker.queue.errors import ModelMismatch
+from tests.support.queue_rig import HIGH, LOW, NORMAL, Rig, ids, ok, until
+
+
+async def test_a_job_runs_once_and_leaves_only_its_answer(rig: Rig) -> None:
+    worker = await rig.worker()
+    job = await rig.submit("hello", max_tokens=3, timeout_s=60.0, idempotency_key="k", tenant="t")
+    (delivery,) = await worker.take(4)
+    assert delivery.job.prompt == "hello"
+    assert delivery.attempt == 0
+    assert delivery.deadline_ms == delivery.enqueued_at_ms + 60_000
+    assert delivery.taken_at_ms >= delivery.enqueued_at_ms
+    assert await worker.begin([delivery]) == [BeginOutcome.STARTED]
+    assert (await job.status()).state is JobState.RUNNING
+    assert await worker.finish([ok(delivery)]) == [True]
+    reply = await job.result(timeout=5)
+    assert (reply.text, reply.worker, reply.reply_ttl_s) == ("text", "w1", 3600)
+    assert rig.answers(job.id) == 1
+    assert all(rig.admin.xlen(lane) == 0 for lane in rig.keys.lanes)
+    assert rig.other_keys() == {rig.keys.dedup("k")}
+
+
+async def test_take_gives_no_more_than_asked_and_better_lanes_first(rig: Rig) -> None:
+    worker = await rig.worker()
+    jobs = [await rig.submit(priority=priority) for priority in ("low", "normal", "high", "normal")]
+    assert ids(await worker.take(2)) == [jobs[2].id, jobs[1].id]
+    assert ids(await worker.take(9)) == [jobs[3].id, jobs[0].id]
+    assert await worker.take(9) == []
+    assert await worker.take(0) == []
+
+
+async def test_a_lane_whose_oldest_job_aged_takes_turns_with_the_better_one(rig: Rig) -> None:
+    worker = await rig.worker()
+    old = [await rig.submit(priority="low") for _ in range(4)]
+    for job in old:
+        rig.make_older(job.id, 61)
+    fresh = [await rig.submit(priority="high") for _ in range(4)]
+    taken = [delivery.priority for delivery in await worker.take(4)]
+    assert sorted(taken) == [HIGH, HIGH, LOW, LOW]
+    assert len(await worker.take(9)) == 4
+    assert len({*(j.id for j in old), *(j.id for j in fresh)}) == 8
+
+
+async def test_a_job_that_aged_once_ranks_one_lane_higher_not_two(rig: Rig) -> None:
+    worker = await rig.worker()
+    low = await rig.submit(priority="low")
+    rig.make_older(low.id, 31)
+    normal, high = await rig.submit(priority="normal"), await rig.submit(priority="high")
+    taken = ids(await worker.take(3))
+    assert taken[0] == high.id
+    assert {*taken[1:]} == {low.id, normal.id}
+
+
+async def test_reclaim_after_the_lease_and_the_job_runs_alone(rig: Rig) -> None:
+    first, second = await rig.worker("w1"), await rig.worker("w2")
+    await rig.submit()
+    (delivery,) = await first.take(1)
+    await first.begin([delivery])
+    assert await second.take(1) == []
+    rig.end_lease(delivery, "w1")
+    (again,) = await second.take(1)
+    assert (again.id, again.attempt, again.runs_alone, again.solo_kills) == (delivery.id, 1, True, 0)
+    assert second.counters.num_reclaimed == 1
+
+
+async def test_reclaim_of_a_job_that_never_started_changes_nothing_of_it(rig: Rig) -> None:
+    first, second = await rig.worker("w1"), await rig.worker("w2")
+    await rig.submit()
+    (delivery,) = await first.take(1)
+    rig.end_lease(delivery, "w1")
+    (again,) = await second.take(1)
+    assert (again.attempt, again.runs_alone) == (0, False)
+
+
+async def test_two_deaths_alone_use_a_job_up(rig: Rig) -> None:
+    worker = await rig.worker("w1", max_attempts=9)
+    await rig.submit()
+    for death in range(3):
+        (delivery,) = await worker.take(1)
+        assert delivery.solo_kills == max(0, death - 1)
+        assert await worker.begin([delivery]) == [BeginOutcome.STARTED]
+        worker.forget([delivery])
+        rig.end_lease(delivery, "w1")
+    (delivery,) = await worker.take(1)
+    assert delivery.solo_kills == 2
+    assert await worker.begin([delivery]) == [BeginOutcome.EXHAUSTED]
+
+
+async def test_attempts_are_counted_at_begin_once_and_bounded(rig: Rig) -> None:
+    worker = await rig.worker(max_attempts=2)
+    await rig.submit()
+    for attempt in range(2):
+        (delivery,) = await worker.take(1)
+        assert delivery.attempt == attempt
+        assert await worker.begin([delivery]) == [BeginOutcome.STARTED]
+        assert await worker.begin([delivery]) == [BeginOutcome.STARTED], "a repeat counts once"
+        await worker.retry(delivery, delay_s=0, reason="engine died")
+        await worker.sweep()
+    (delivery,) = await worker.take(1)
+    assert await worker.begin([delivery]) == [BeginOutcome.EXHAUSTED]
+    failed = Reply(id=delivery.id, status=Status.FAILED, attempt=2)
+    assert await worker.finish([Answer(delivery, failed, dead_reason="too_many_attempts")]) == [True]
+    ((_, dead),) = rig.admin.xrange(rig.keys.dead)
+    assert (dead["id"], dead["reason"], dead["attempts"], dead["consumer"]) == (
+        delivery.id,
+        "too_many_attempts",
+        "2",
+        "w1",
+    )
+
+
+async def test_release_hands_back_at_once_in_place_and_keeps_the_attempts(rig: Rig) -> None:
+    first, second = await rig.worker("w1"), await rig.worker("w2")
+    jobs = [await rig.submit() for _ in range(3)]
+    taken = await first.take(2)
+    await first.begin(taken[:1])
+    await first.release(taken[:1], begun=True)
+    await first.release(taken[1:], begun=False)
+    again = await second.take(9)
+    assert ids(again) == [job.id for job in jobs], "before what is newer"
+    assert [(d.attempt, d.runs_alone) for d in again] == [(0, False)] * 3
+    await first.release(taken, begun=True)
+    assert await second.begin(again) == [BeginOutcome.STARTED] * 3, "a late release of what another holds does nothing"
+
+
+async def test_retry_waits_for_its_delay_and_keeps_the_submit_time(rig: Rig) -> None:
+    worker = await rig.worker()
+    job = await rig.submit(priority="low")
+    (delivery,) = await worker.take(1)
+    await worker.begin([delivery])
+    await worker.retry(delivery, delay_s=60, reason="engine died")
+    await worker.sweep()
+    assert await worker.take(1) == []
+    assert (await job.status()).state is JobState.DELAYED
+    assert (await worker.stats()).delayed == 1
+    (member,) = rig.raw.zrange(rig.keys.delayed, 0, -1)
+    rig.raw.zadd(rig.keys.delayed, {member: 0})
+    await worker.sweep()
+    (again,) = await worker.take(1)
+    assert dataclasses.replace(again, taken_at=0, taken_at_ms=0, entry_id="") == dataclasses.replace(
+        delivery, taken_at=0, taken_at_ms=0, entry_id="", attempt=1, runs_alone=True
+    )
+    await worker.retry(delivery, delay_s=0, reason="a repeat whose first reply was lost")
+    assert (await worker.stats()).delayed == 0
+
+
+async def test_delayed_jobs_survive_the_loss_of_their_record(rig: Rig) -> None:
+    worker = await rig.worker()
+    await rig.submit("kept")
+    (delivery,) = await worker.take(1)
+    await worker.begin([delivery])
+    await worker.retry(delivery, delay_s=0, reason="engine died")
+    rig.admin.delete(rig.keys.job(delivery.id))
+    await worker.sweep()
+    (again,) = await worker.take(1)
+    assert (again.job.prompt, again.attempt, again.enqueued_at_ms) == ("kept", 1, delivery.enqueued_at_ms)
+
+
+async def test_the_first_answer_wins_whoever_owns_the_entry(rig: Rig) -> None:
+    first, second = await rig.worker("w1"), await rig.worker("w2")
+    job = await rig.submit()
+    (delivery,) = await first.take(1)
+    await first.begin([delivery])
+    rig.end_lease(delivery, "w1")
+    (again,) = await second.take(1)
+    await second.begin([again])
+    assert await first.finish([ok(delivery, "late, but first")]) == [True]
+    assert await second.finish([ok(again, "second")]) == [False]
+    assert await first.finish([ok(delivery, "late, but first")]) == [True], "a repeat of the winner is told so"
+    assert rig.answers(job.id) == 1
+    assert (await job.result(timeout=5)).text == "late, but first"
+
+
+async def test_an_answered_job_that_comes_back_is_dropped(rig: Rig) -> None:
+    """redis#5433: a failover loses the last acknowledgements."""
+    worker = await rig.worker()
+    job = await rig.submit()
+    (delivery,) = await worker.take(1)
+    await worker.begin([delivery])
+    await worker.finish([ok(delivery)])
+    (entry,) = [rig.admin.xadd(rig.keys.lane(NORMAL), {"id": job.id, "job": b"x"})]
+    assert await worker.take(1) == []
+    assert rig.admin.xlen(rig.keys.lane(NORMAL)) == 0
+    assert rig.admin.xpending(rig.keys.lane(NORMAL), GROUP)["pending"] == 0
+    assert rig.answers(job.id) == 1
+    assert entry
+
+
+async def test_finish_of_many_is_one_command(rig: Rig) -> None:
+    worker = await rig.worker()
+    jobs = await rig.producer.submit_many([{"prompt": str(i)} for i in range(32)])
+    deliveries = await worker.take(32)
+    await worker.begin(deliveries)
+    assert await worker.finish([ok(d, d.job.prompt or "") for d in deliveries]) == [True] * 32
+    replies = await asyncio.gather(*(job.result(timeout=5) for job in jobs))
+    assert [reply.text for reply in replies] == [str(i) for i in range(32)]
+
+
+async def test_deltas_are_the_owners_and_end_with_the_answer(rig: Rig) -> None:
+    first, second = await rig.worker("w1"), await rig.worker("w2")
+    job = await rig.submit(stream=True)
+    (delivery,) = await first.take(1)
+    await first.begin([delivery])
+    deltas = [Delta(attempt=1, offset_tokens=i, text=str(i), token_ids=[i]) for i in range(3)]
+    assert await asyncio.gather(*(first.append(delivery, delta) for delta in deltas)) == [True] * 3
+    assert 0 < rig.admin.pttl(rig.keys.reply(job.id)) <= 3_600_000
+    assert not await second.append(delivery, deltas[0])
+    await first.finish([ok(delivery, "012")])
+    assert not await first.append(delivery, deltas[0])
+    assert [list(fields) for _, fields in rig.raw_reply(job.id)] == [["delta"]] * 3 + [["done"]]
+
+
+async def test_cancel_of_what_waits_is_answered_by_the_cancel_itself(rig: Rig) -> None:
+    worker = await rig.worker()
+    released, delayed, in_lane = [await rig.submit(idempotency_key=str(i)) for i in range(3)]
+    for_release, for_delay = await worker.take(2)
+    await worker.release([for_release], begun=False)
+    await worker.begin([for_delay])
+    await worker.retry(for_delay, delay_s=60, reason="engine died")
+    for job in (released, delayed, in_lane):
+        assert await job.cancel() is CancelOutcome.CANCELLED
+        assert (await job.reply(timeout=5)).status is Status.CANCELLED
+        assert await job.cancel() is CancelOutcome.DONE
+    assert await worker.take(3) == []
+    assert rig.admin.zcard(rig.keys.delayed) == 0
+    assert not rig.admin.exists(rig.keys.dedup("1"), rig.keys.dedup("2")), "a cancelled job frees its key"
+
+
+async def test_cancel_of_what_runs_reaches_its_worker(rig: Rig) -> None:
+    worker = await rig.worker()
+    job = await rig.submit()
+    (delivery,) = await worker.take(1)
+    await worker.begin([delivery])
+    assert await job.cancel() is CancelOutcome.REQUESTED
+    async with asyncio.timeout(5):
+        while not (cancelled := worker.cancelled()):
+            await worker.wait(0.2)
+    assert cancelled == {job.id}
+    assert worker.cancelled() == set()
+
+
+async def test_a_lost_cancel_hint_is_found_by_the_sweep(rig: Rig) -> None:
+    worker = await rig.worker()
+    job = await rig.submit()
+    (delivery,) = await worker.take(1)
+    rig.admin.set(rig.keys.cancel(job.id), "1")
+    await worker.sweep()
+    assert worker.cancelled() == {job.id}
+    assert await worker.begin([delivery]) == [BeginOutcome.CANCELLED]
+
+
+async def test_cancelled_while_its_worker_was_dead_is_answered_at_the_next_take(rig: Rig) -> None:
+    first, second = await rig.worker("w1"), await rig.worker("w2")
+    job = await rig.submit()
+    (delivery,) = await first.take(1)
+    await first.begin([delivery])
+    assert await job.cancel() is CancelOutcome.REQUESTED
+    first.forget([delivery])
+    rig.end_lease(delivery, "w1")
+    assert await second.take(1) == []
+    assert (await job.reply(timeout=5)).status is Status.CANCELLED
+    assert second.counters.answered == {"cancelled": 1}
+
+
+async def test_an_expired_job_is_answered_at_take(rig: Rig) -> None:
+    worker = await rig.worker()
+    job = await rig.submit(timeout_s=0.001, idempotency_key="k")
+    await asyncio.sleep(0.01)
+    assert await worker.take(1) == []
+    reply = await job.reply(timeout=5)
+    assert (reply.status, reply.error and reply.error.code) == (Status.EXPIRED, "timeout")
+    assert rig.other_keys() == set()
+
+
+async def test_an_expired_job_deep_in_the_queue_is_answered_by_the_sweep(rig: Rig) -> None:
+    worker = await rig.worker()
+    for _ in range(5):
+        await rig.submit()
+    job = await rig.submit(timeout_s=0.001)
+    running = await rig.submit(timeout_s=3600.0, priority="high")
+    (delivery,) = await worker.take(1)
+    assert delivery.id == running.id
+    rig.admin.zadd(rig.keys.prefix + "deadlines", {running.id: 1})
+    await asyncio.sleep(0.01)
+    await worker.sweep()
+    assert (await job.reply(timeout=5)).status is Status.EXPIRED
+    assert rig.answers(running.id) == 0, "what runs is its worker's to stop"
+    assert (await worker.stats()).length[NORMAL] == 5
+
+
+async def test_renewal_is_one_command_and_finds_what_was_lost(rig: Rig) -> None:
+    first, second = await rig.worker("w1", lease_s=0.6), await rig.worker("w2")
+    await rig.producer.submit_many([{"prompt": "x"}] * 64)
+    deliveries = await first.take(64)
+    assert len(deliveries) == 64
+    rig.end_lease(deliveries[0], "w1")
+    taken = await second.take(64)
+    assert ids(taken) == [deliveries[0].id]
+    assert await until(first.lost) == {deliveries[0].id}
+    rows = rig.admin.xpending_range(rig.keys.lane(NORMAL), GROUP, "-", "+", 100, "w1")
+    assert len(rows) == 63
+    assert all(row["time_since_delivered"] < 600 for row in rows)
+    assert all(row["times_delivered"] == 1 for row in rows), "renewal is no delivery"
+
+
+async def test_forgotten_deliveries_are_renewed_no_more(rig: Rig) -> None:
+    first, second = await rig.worker("w1", lease_s=0.3), await rig.worker("w2", lease_s=0.3)
+    kept, dropped = await rig.submit(), await rig.submit()
+    deliveries = await first.take(2)
+    first.forget([d for d in deliveries if d.id == dropped.id])
+    async with asyncio.timeout(10):
+        while not (taken := await second.take(2)):
+            await second.wait(0.05)
+    assert ids(taken) == [dropped.id]
+    assert kept.id in ids(deliveries)
+
+
+async def test_a_ghost_is_acknowledged_and_stops_nothing(rig: Rig) -> None:
+    """redis#10756: an entry that was deleted while pending."""
+    first, second = await rig.worker("w1"), await rig.worker("w2")
+    await rig.submit()
+    kept = await rig.submit()
+    deliveries = await first.take(2)
+    for delivery in deliveries:
+        rig.end_lease(delivery, "w1")
+    rig.admin.xdel(rig.keys.lane(NORMAL), deliveries[0].entry_id)
+    assert ids(await second.take(2)) == [kept.id]
+    assert rig.admin.xpending(rig.keys.lane(NORMAL), GROUP)["pending"] == 1
+
+
+async def test_one_dead_lease_behind_5000_live_ones_is_found(rig: Rig) -> None:
+    """docket#467."""
+    first, second = await rig.worker("w1"), await rig.worker("w2")
+    await rig.producer.submit_many([{"prompt": "x"}] * 5001)
+    deliveries = await first.take(5001)
+    rig.end_lease(deliveries[-1], "w1")
+    assert ids(await second.take(1)) == [deliveries[-1].id]
+
+
+async def test_dead_consumers_go_when_they_hold_nothing(rig: Rig) -> None:
+    """hyperswitch#13811 and redis#9745: bounded consumers, and no entry goes with one."""
+    for number in range(5):
+        worker = await rig.worker(f"gone-{number}")
+        await rig.submit()
+        (delivery,) = await worker.take(1)
+        if number:
+            await worker.finish([ok(delivery)])
+    last = await rig.worker("last")
+    for number in range(5):
+        rig.admin.delete(rig.keys.worker(f"gone-{number}"))
+    await last.sweep()
+    names = {consumer["name"] for lane in rig.keys.lanes for consumer in rig.admin.xinfo_consumers(lane, GROUP)}
+    assert names == {"gone-0", "last"}
+
+
+async def test_a_wait_ends_when_something_comes_and_when_woken(rig: Rig) -> None:
+    worker = await rig.worker(block_ms=5000)
+    assert await worker.take(1) == []
+    waiting = asyncio.create_task(worker.wait(30))
+    await asyncio.sleep(0)
+    await rig.submit()
+    async with asyncio.timeout(4):
+        await waiting
+    assert len(await worker.take(1)) == 1
+    waiting = asyncio.create_task(worker.wait(30))
+    await asyncio.sleep(0)
+    worker.wake()
+    async with asyncio.timeout(4):
+        await waiting
+    await rig.submit()
+    async with asyncio.timeout(4):
+        await worker.wait(30)
+
+
+async def test_a_job_submitted_before_any_worker_is_found(rig: Rig) -> None:
+    """faststream#2694: the group starts at 0."""
+    await rig.producer.submit_many([{"prompt": "x"}] * 100)
+    worker = await rig.worker()
+    assert len(await worker.take(200)) == 100
+
+
+async def test_ten_workers_start_at_once_and_share_the_jobs(rig: Rig) -> None:
+    """sidekiq#4611."""
+    await rig.producer.submit_many([{"prompt": "x"}] * 100)
+    workers = await asyncio.gather(*(rig.worker(f"w{i}") for i in range(10)))
+    taken = await asyncio.gather(*(worker.take(10) for worker in workers))
+    all_ids = [d.id for deliveries in taken for d in deliveries]
+    assert len(all_ids) == len(set(all_ids)) == 100
+
+
+async def test_eight_workers_claim_at_once_and_one_gets_it(rig: Rig) -> None:
+    """redis#13956."""
+    workers = await asyncio.gather(*(rig.worker(f"w{i}") for i in range(8)))
+    await rig.submit()
+    (delivery,) = await workers[0].take(1)
+    workers[0].forget([delivery])
+    rig.end_lease(delivery, "w0")
+    taken = await asyncio.gather(*(worker.take(1) for worker in workers))
+    assert sum(len(deliveries) for deliveries in taken) == 1
+
+
+async def test_stats_tell_where_everything_is(rig: Rig) -> None:
+    worker = await rig.worker()
+    jobs = [await rig.submit(priority=p) for p in ("high", "normal", "normal", "low")]
+    rig.make_older(jobs[1].id, 12)
+    await worker.take(2)
+    stats = await worker.stats()
+    assert stats.length == {HIGH: 1, NORMAL: 2, LOW: 1}
+    assert (stats.pending, stats.lag, stats.held, stats.delayed, stats.dead) == (2, 2, 0, 0, 0)
+    assert 12 <= stats.oldest_s[NORMAL] < 60
+
+
+async def test_a_worker_of_another_model_is_refused_while_the_first_lives(rig: Rig) -> None:
+    await rig.worker("w1", served_models=("qwen",))
+    await rig.worker("w2", served_models=("qwen",))
+    with pytest.raises(ModelMismatch, match="serves qwen"):
+        await rig.worker("w3", served_models=("llama",))
+    rig.admin.delete(rig.keys.worker("w1"), rig.keys.worker("w2"))
+
+
+async def test_a_flushed_queue_works_on(rig: Rig) -> None:
+    """langfuse#15509, on this queue's keys only: groups are made again at 0, held leases are reported lost."""
+    worker = await rig.worker(lease_s=0.3)
+    await rig.submit()
+    (delivery,) = await worker.take(1)
+    rig.admin.delete(*rig.admin.scan_iter(rig.keys.prefix + "*"))
+    job = await rig.submit("after")
+    (after,) = await worker.take(1)
+    assert after.id == job.id
+    assert await until(worker.lost) == {delivery.id}
