@@ -303,7 +303,7 @@ class Script:
 
 @dataclass
 class Behaviour:
-    """Shared by every object of one fake module: scripts in, records out."""
+    """Shared by every object of one fake module: scripts in, records out. `ends` has how each row of a call ended there."""
 
     script_of: Callable[[str], Script]
     count_tokens: Callable[[str], int] = len
@@ -315,6 +315,7 @@ class Behaviour:
     before_round: Callable[[int], None] = lambda number: None
     calls: list[dict[str, Any]] = field(default_factory=list)
     runtimes: list[Any] = field(default_factory=list)
+    ends: list[list[tuple[FinishReason, int]]] = field(default_factory=list)
     profiling: list[bool] = field(default_factory=list)
     metrics: SpecDecodeGenerationMetrics = field(default_factory=SpecDecodeGenerationMetrics)
 
@@ -433,6 +434,7 @@ class _Execution:
         metrics.total_iterations += drafted
 
     def _response(self) -> LLMGenerationResponse:
+        self._behaviour.ends.append([(row.reason, len(row.token_ids)) for row in self.rows])
         rows = self.rows[self._behaviour.drop_response_rows :]
         if self._behaviour.scramble_response:
             rows = rows[::-1]
@@ -517,6 +519,7 @@ class RequestHandle:
         self._execution = _Execution(behaviour, request)
         self._response: LLMGenerationResponse | None = None
         self._error: RuntimeError | None = None
+        self.was_cancelled = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -539,6 +542,7 @@ class RequestHandle:
         return not self._thread.is_alive()
 
     def cancel(self) -> None:
+        self.was_cancelled = True
         self._channel.cancel()
 
     def stream(self) -> StreamChannel:

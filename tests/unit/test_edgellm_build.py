@@ -209,6 +209,7 @@ def test_a_draft_that_the_vendor_would_misread_is_refused_before_the_build(
     ("behaviour", "message"),
     [
         ({"verify": 60}, "max_verify_tree_size: built 60, wanted 6"),
+        ({"verify": 4}, "max_verify_tree_size: built 4, wanted 6"),
         ({"kv": "fp16"}, "the vendor built FP16"),
         ({"draft_kv": "fp16"}, "different KV dtypes"),
     ],

@@ -79,6 +79,14 @@ def test_the_longest_answer_is_the_runtimes_own_clamp() -> None:
     RULES.validate(request(num_prompt=500, max_new_tokens=CAPACITY - 500 - (DRAFTS + 1)))
 
 
+def test_a_row_that_the_longest_of_its_bucket_would_clamp_shares_with_its_own_length_only() -> None:
+    short, long = RULES.compat_key(request(300, 400)), RULES.compat_key(request(300, 600))
+    assert short == RULES.compat_key(request(500, 1))
+    assert long != short
+    assert long == RULES.compat_key(request(300, 700))
+    assert long != RULES.compat_key(request(301, 600))
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 512), st.integers(1, 1000)), min_size=2, max_size=8),
 )

@@ -64,6 +64,7 @@ def test_the_constructor_gets_the_draft_settings_by_position(engine: Engine, beh
     assert runtime.args[3:6] == (1, 3, 4)
     assert len(runtime.args) == 10
     assert behaviour.profiling == [True]
+    assert engine.limits.max_new_tokens(100) == 512 - 100 - 4  # the runtime's clamp: capacity - prompt - verify size
     assert engine.traits.speculative_method == "mtp"
     assert not engine.traits.in_flight
 
@@ -84,8 +85,20 @@ def test_a_chunk_of_several_rounds_is_told_as_several(engine: Engine, behaviour:
 
 
 def test_the_row_at_its_own_limit_is_cut_cancelled_and_told_length(engine: Engine, behaviour: Behaviour) -> None:
-    got = run_all(engine, {1: job("long", 3), 2: job("long", 12)})
+    turns = threading.Semaphore(0)
+    behaviour.before_round = lambda number: turns.acquire() if number else None
+    engine.add(1, job("long", 3))
+    engine.add(2, job("long", 12))
+    got = Collected()
+    while engine.num_rows:
+        turns.release()
+        got.take(engine.step())
+    while not behaviour.ends:
+        engine.step()
     assert got.tokens(1) == [10, 11, 12]
+    (reason, num_tokens), _ = behaviour.ends[0]
+    assert reason is Native.CANCELLED
+    assert num_tokens < 12  # soon after it was cut, not at the batch's limit
     assert got.finish(1) is FinishReason.LENGTH
     assert got.accepted(1) == [3]  # engine work, also for what the limit then cut
     assert got.finish(2) is FinishReason.LENGTH
