@@ -1,4 +1,4 @@
-"""A package tree that stands in for the vendor's wheel where only its builder is needed.
+"""A package tree that stands in for the vendor's wheel: its builder, and a loader that hands out the fake runtime.
 
 The builder takes the vendor's real flags, refuses others, and writes a bundle with what it was told, except where the
 environment variable FAKE_EDGELLM says otherwise (JSON): {"crash": ..., "kv": ..., "verify": ..., "defect": false, ...}.
@@ -35,6 +35,18 @@ def detect_platform():
     if "machine" in json.loads(os.environ.get("FAKE_EDGELLM", "{}")):
         raise RuntimeError("Unknown board")
     return SimpleNamespace(gpu_sm=110, tensorrt_runtime_soname="libnvinfer.so.10")
+"""
+
+# Needs the tests' own folder on the path: its native module is the fake of fake_edgellm.py.
+_RUNTIME = """
+class NativeRuntimeError(RuntimeError):
+    pass
+def load():
+    from tests.support.edgellm_setup import count_tokens
+    from tests.support.fake_edgellm import Behaviour, Script, make_module
+    words = [1000, 1001, 1002, 1003]
+    script = lambda text: Script([words[:1], words[1:3], words[3:]], eos=frozenset())
+    return make_module(Behaviour(script, count_tokens))
 """
 
 _DRAFT = """
@@ -95,6 +107,7 @@ def write_fake_wheel(
         f"tensorrt_edgellm-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: tensorrt-edgellm\nVersion: {version}\n",
         f"tensorrt-{tensorrt}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: tensorrt\nVersion: {tensorrt}\n",
         "tensorrt_edgellm/__init__.py": "",
+        "tensorrt_edgellm/runtime.py": _RUNTIME,
         "tensorrt_edgellm/_native/__init__.py": "",
         "tensorrt_edgellm/_native/detect.py": _DETECT,
         "experimental/__init__.py": "",

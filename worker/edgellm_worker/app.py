@@ -299,7 +299,8 @@ async def _canary(engine: EngineHandle, model: ServedModel) -> str:
     """Run a short greedy prompt; `EngineError` when the engine does not come back with tokens."""
     limits = engine.limits
     prompt = model.tokenizer.encode(CANARY_PROMPT)[: limits.max_input_len]
-    request = GenerationRequest(prompt, min(CANARY_TOKENS, limits.max_new_tokens(len(prompt))))
+    length = min(CANARY_TOKENS, limits.max_new_tokens(len(prompt)))
+    request = GenerationRequest(prompt, length, eos_token_ids=model.tokenizer.eos_token_ids)
     engine.validate(request)
     engine.add(0, request)
     tokens: list[int] = []
