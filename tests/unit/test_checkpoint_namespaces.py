@@ -182,8 +182,10 @@ def test_kv_scales_against_a_null_claim_are_a_contradiction(maker):
     maker.tensors["model.layers.3.self_attn.k_proj.k_scale"] = np.array(0.5, np.float32)
     maker.quant = {"quant_algo": None, "kv_cache_quant_algo": None}
     assert problems_of(maker) == [
-        "model.safetensors: model.layers.3.self_attn.k_proj.k_scale: a KV cache scale, but in hf_quant_config.json "
-        "kv_cache_quant_algo is null"
+        (
+            "model.safetensors: model.layers.3.self_attn.k_proj.k_scale: a KV cache scale, but in hf_quant_config.json "
+            "kv_cache_quant_algo is null"
+        )
     ]
 
 

@@ -93,7 +93,7 @@ def survey_checkpoint(path: Path, *, read_values: bool) -> Survey:
     if folder is None:
         return Survey(path, None, (), None, (), problems.problems)
     notes = list(folder.notes)
-    claims = read_claims(folder.config, folder.quant_config, problems)
+    claims = read_claims(folder.config or {}, folder.quant_config, problems)
     model = resolve_model(folder, claims, problems, notes)
     if model is not None:
         check_scalars(model.scalars(), folder.shards, problems)

@@ -31,13 +31,14 @@ _NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors\Z")
 class Folder:
     """What was read.
 
+    config        None: not there or unreadable, which is reported
     quant_config  None: the file is not there
     unreadable    tensors known to exist that cannot be used; why is in the problems already
     notes         remarks that are no problems
     """
 
     path: Path
-    config: JsonObject
+    config: JsonObject | None
     generation_config: JsonObject
     quant_config: JsonObject | None
     shards: dict[str, Shard]
@@ -74,7 +75,7 @@ def open_folder(path: Path, problems: ProblemLog) -> Folder | None:
         _check_index(weight_map, shards, tensors, problems)
     return Folder(
         path=path,
-        config=config or {},
+        config=config,
         generation_config=_optional(path, GENERATION_CONFIG, problems) or {},
         quant_config=_optional(path, QUANT_CONFIG, problems),
         shards=shards,

@@ -62,6 +62,8 @@ def resolve_model(
     """None when config.json describes no model that this product knows."""
     names = sort_names(folder.tensors, problems)
     holds_mtp = names.has_any(Namespace.MTP)
+    if folder.config is None:
+        return None
     raw = _with_mtp_count(folder.config, notes) if holds_mtp else folder.config
     config = _read_config(raw, problems)
     if config is None:
@@ -82,8 +84,6 @@ def resolve_model(
 
 
 def _read_config(config: JsonObject, problems: ProblemLog) -> ModelConfig | None:
-    if not config:  # missing or unreadable: reported already
-        return None
     try:
         return read_config(config)
     except CheckpointError as error:

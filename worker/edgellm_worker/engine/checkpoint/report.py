@@ -82,7 +82,7 @@ def report_checkpoint(path: Path, *, read_values: bool) -> CheckpointReport:
     """Survey a folder; raises nothing about its contents. `read_values` reads every weight for NaN and infinity."""
     survey = survey_checkpoint(path, read_values=read_values)
     folder, model = survey.folder, survey.model
-    config = {} if folder is None else folder.config
+    config = {} if folder is None else folder.config or {}
     architectures = config.get("architectures")
     namespaces = () if folder is None or model is None else tuple(_namespaces(folder, model))
     return CheckpointReport(
