@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 from edgellm_producer.connect import LinkOptions, connect
 from edgellm_producer.envelope import Envelope, seal
@@ -53,7 +53,7 @@ def _mapped_errors() -> Iterator[None]:
 class Producer:
     """`async with Producer("redis://localhost") as producer: job = await producer.submit("Hello", max_tokens=16)`
 
-    `password` is for those who keep it out of the URL.
+    `password` is for those who keep it out of the URL. A wrong URL or queue name is a ValueError.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Producer:
         password: str | None = None,
         timeout_s: float = 5.0,
     ) -> None:
-        self._keys = Keys(queue)
+        self.keys = Keys(queue)
         options = LinkOptions(timeout_s=timeout_s, retries=COMMAND_RETRIES, password=password)
         with _mapped_errors():
             self._client = connect(url, options)
@@ -184,12 +184,17 @@ class Producer:
         except EdgellmError as error:
             return MapOutcome(index, None, error)
 
+    async def call(self, *words: str | int) -> Any:
+        """One plain command, for the modules beside this one."""
+        with _mapped_errors():
+            return await cast("Any", self._client).execute_command(*words)
+
     def feed(self, job_id: str) -> AbstractContextManager[Feed]:
-        return self._reader.feed(self._keys.reply(job_id))
+        return self._reader.feed(self.keys.reply(job_id))
 
     async def _run(self, name: str, args: Sequence[str | bytes | int]) -> Any:
         with _mapped_errors():
-            return await run(self._client, script(name), self._keys.config, args)
+            return await run(self._client, script(name), self.keys.config, args)
 
 
 def _chunks(envelopes: Sequence[Envelope]) -> Iterator[list[Envelope]]:
