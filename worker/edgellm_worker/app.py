@@ -14,7 +14,7 @@ import contextlib
 import platform
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from importlib.metadata import version
 from typing import Final
@@ -56,21 +56,18 @@ class Face:
     """What the metrics port shows: a worker that loads, then the daemon's own numbers. Read by other threads."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        limits = requested_limits(settings)
-        self._metrics = Metrics(_shape(settings, limits, "loading"))
-        self._snapshot: Callable[[], HealthSnapshot] = lambda: HealthSnapshot(WorkerState.LOADING)
-        self._metrics.health(self._snapshot(), redis_up=False)
+        self._metrics = Metrics(_shape(settings, requested_limits(settings), "loading"))
+        self._daemon: Daemon | None = None
+        self._metrics.health(self.snapshot(), redis_up=False)
 
     def render(self) -> bytes:
-        return self._metrics.render()
+        return self._daemon.render() if self._daemon is not None else self._metrics.render()
 
     def snapshot(self) -> HealthSnapshot:
-        return self._snapshot()
+        return self._daemon.snapshot() if self._daemon is not None else HealthSnapshot(WorkerState.LOADING)
 
-    def ready(self, metrics: Metrics, snapshot: Callable[[], HealthSnapshot]) -> None:
-        self._metrics = metrics
-        self._snapshot = snapshot
+    def ready(self, daemon: Daemon) -> None:
+        self._daemon = daemon
 
 
 def _shape(settings: Settings, limits: EngineLimits, method: str) -> MetricsShape:
@@ -202,7 +199,7 @@ async def serve(settings: Settings, environment: Mapping[str, str]) -> ExitCode:
                         DaemonParts(parts.queue, parts.engine, parts.model, parts.metrics, time.monotonic, tracer),
                         daemon_config(settings),
                     )
-                    face.ready(parts.metrics, daemon.snapshot)
+                    face.ready(daemon)
                     stop.guard(daemon)
                     log.info("ready", worker=parts.model.worker, queue=settings.queue, redis=_shown(url))
                     await _run_beside_house(daemon, parts.metrics, Notifier(environment))

@@ -329,6 +329,12 @@ class Daemon:
         self._rows.drop([job.id])
         self._wake.set()
 
+    def render(self) -> bytes:
+        """The exposition, with the state of this very moment. Called by the HTTP threads."""
+        snapshot = self.snapshot()
+        self._metrics.health(snapshot, redis_up=snapshot.redis_age_s <= REDIS_UP_WITHIN_S)
+        return self._metrics.render()
+
     def snapshot(self) -> HealthSnapshot:
         """Read by the HTTP threads too: plain attribute reads only."""
         phase = WorkerState.DRAINING if self.is_draining else WorkerState.READY
@@ -350,8 +356,6 @@ class Daemon:
                 self._log.warning("cannot sweep", error=str(error))
             self._rows.count_idle_time()
             self._metrics.counters(self._queue.counters)
-            snapshot = self.snapshot()
-            self._metrics.health(snapshot, redis_up=snapshot.redis_age_s <= REDIS_UP_WITHIN_S)
             self._wake.set()
             await asyncio.sleep(self._config.sweep_s)
 

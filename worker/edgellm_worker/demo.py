@@ -95,7 +95,7 @@ async def demo_worker(settings: Settings) -> AsyncIterator[DemoWorker]:
                 daemon_config(settings),
             )
             with MetricsServer(
-                parts.metrics.render, daemon.snapshot, host=settings.metrics_host, port=settings.metrics_port
+                daemon.render, daemon.snapshot, host=settings.metrics_host, port=settings.metrics_port
             ) as port:
                 running = asyncio.create_task(daemon.run(), name="daemon")
                 try:
