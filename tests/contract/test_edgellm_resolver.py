@@ -41,6 +41,8 @@ class Defect(StrEnum):
 MLP = {f"{ck.MTP}.mlp.{m}" for m in ck.MLP}
 ATTENTION = {f"{ck.MTP}.self_attn.{m}" for m in ck.ATTENTION}
 
+FC = {"mtp.fc"}
+
 # Case -> what differs ("kv", "draft_kv_scales" or a module) -> (ours, theirs, why). Everything else is equal.
 EXPLAINED: dict[str, dict[str, tuple[Any, Any, Defect]]] = {
     "mixed NVFP4, draft FP8": {
@@ -51,6 +53,14 @@ EXPLAINED: dict[str, dict[str, tuple[Any, Any, Defect]]] = {
     "mixed FP8, draft NVFP4": {
         **dict.fromkeys(MLP, ("NVFP4", "FP8", Defect.SHORT_NAMES)),
         **dict.fromkeys(ATTENTION, ("NVFP4", "unquantized", Defect.SHORT_NAMES)),
+    },
+    "ModelOpt's fp8-nvfp4-mtp": {
+        **dict.fromkeys(MLP, ("NVFP4", "FP8", Defect.SHORT_NAMES)),
+        **dict.fromkeys(ATTENTION | FC, ("NVFP4", "unquantized", Defect.SHORT_NAMES)),
+    },
+    "ModelOpt's nvfp4-fp8-mtp": {
+        **dict.fromkeys(MLP, ("FP8", "NVFP4", Defect.SHORT_NAMES)),
+        **dict.fromkeys(ATTENTION | FC, ("FP8", "unquantized", Defect.SHORT_NAMES)),
     },
     "all layers attention, draft BF16": {
         "draft_kv_scales": ([1.0, 1.0], [pytest.approx(0.7), pytest.approx(0.8)], Defect.SCALE_LEAK)

@@ -20,6 +20,7 @@ from edgellm_worker.engine.checkpoint.layout import Namespace
 from edgellm_worker.engine.checkpoint.problems import ProblemLog
 from edgellm_worker.engine.checkpoint.quantization import read_claims
 from edgellm_worker.engine.edgellm.misread import read_facts
+from edgellm_worker.engine.edgellm.rewrite import rewrite_mtp
 from tests.support import edgellm_checkpoints as ck
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "edgellm_resolver_0.11.0.json"
@@ -74,6 +75,28 @@ CASES: dict[str, Writer] = {
     "mixed NVFP4, unquantized KV": _case(has_kv_scales=False, hf_quant=ck.mixed("NVFP4", kv=None)),
 }
 
+# Exported by ModelOpt itself, read where they lie.
+EXPORTS = Path(__file__).parent.parent / "golden" / "quantized"
+
+
+def _export(name: str) -> Writer:
+    return lambda folder: EXPORTS / name
+
+
+def _rewritten(name: str) -> Writer:
+    return lambda folder: rewrite_mtp(CASES[name](folder / "source"), folder / "copy")
+
+
+CASES |= {f"ModelOpt's {path.name}": _export(path.name) for path in sorted(EXPORTS.iterdir()) if path.is_dir()}
+CASES |= {
+    f"{name}, rewritten": _rewritten(name)
+    for name in (
+        "mixed NVFP4, draft FP8",
+        "mixed FP8, draft NVFP4",
+        "ModelOpt's nvfp4-fp8-mtp",
+        "ModelOpt's fp8-nvfp4-mtp",
+    )
+}
 
 # Public configuration files, without weights: the files that a folder gets, and from where.
 CONFIG_CASES: dict[str, dict[str, str]] = {

@@ -26,9 +26,10 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
+from edgellm_worker.engine.checkpoint.decode import decode
 from edgellm_worker.engine.checkpoint.problems import ProblemLog
 from edgellm_worker.engine.checkpoint.shard import Shard, TensorEntry, open_shard
-from edgellm_worker.engine.checkpoint.weights import Array
+from edgellm_worker.engine.checkpoint.weights import Array, Fp8Weight, Nvfp4Weight
 from edgellm_worker.engine.edgellm.cache import content_digest
 from edgellm_worker.engine.edgellm.misread import DRAFT_PREFIX
 from edgellm_worker.engine.edgellm.safetensors_copy import Outgoing, write_safetensors
@@ -41,7 +42,6 @@ _CONFIG: Final = "config.json"
 _EXCLUDE: Final = "mtp*"
 _NVFP4_BLOCK: Final = 16
 _BF16: Final = np.dtype(ml_dtypes.bfloat16)
-_E2M1: Final = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _WEIGHTS: Final = frozenset({"weight", "weight_packed"})
 # Tensors that belong to a quantized weight and go with it. k_scale and v_scale stay: they are the KV cache's.
 _SIDECARS: Final = frozenset(
@@ -137,20 +137,17 @@ class _Source:
         raise CheckpointError([message])
 
     def _fp8(self, module: str, name: str) -> Array:
-        """Value = e4m3 * scale."""
-        return (self.array(name).astype(np.float32) * self.scalar(f"{module}.weight_scale")).astype(_BF16)
+        return decode(Fp8Weight(self.array(name), self.scalar(f"{module}.weight_scale"))).astype(_BF16)
 
     def _nvfp4(self, module: str, name: str) -> Array:
-        """Value = e2m1 * block scale * global scale, which compressed-tensors stores as its reciprocal."""
+        # compressed-tensors stores the global scale as its reciprocal.
         reciprocal = f"{module}.weight_global_scale"
         if reciprocal in self.tensors:
             global_scale = np.float32(1) / self.scalar(reciprocal)
         else:
             global_scale = self.scalar(f"{module}.weight_scale_2")
-        packed = self.array(name)
-        codes = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
-        blocks = self.array(f"{module}.weight_scale").astype(np.float32) * global_scale
-        return (_E2M1[codes] * np.repeat(blocks, _NVFP4_BLOCK, axis=1)).astype(_BF16)
+        weight = Nvfp4Weight(self.array(name), self.array(f"{module}.weight_scale"), global_scale)
+        return decode(weight).astype(_BF16)
 
 
 def _block_shape(packed_shape: tuple[int, ...]) -> tuple[int, int]:
