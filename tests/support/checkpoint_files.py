@@ -16,6 +16,8 @@ import numpy as np
 
 from edgellm_worker.engine.checkpoint.dtypes import DTYPES
 from edgellm_worker.engine.checkpoint.layout import base_parts, mtp_parts
+from edgellm_worker.engine.checkpoint.problems import ProblemLog
+from edgellm_worker.engine.checkpoint.shard import open_shard
 from edgellm_worker.engine.models.config import read_config
 
 Tensors = dict[str, np.ndarray]
@@ -66,6 +68,14 @@ def write_shard(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         position += len(raw)
         data.append(raw)
     path.write_bytes(header_bytes(header) + b"".join(data))
+
+
+def read_shard(path: Path) -> Tensors:
+    """All tensors of a file. (safetensors' numpy form knows no float8.)"""
+    log = ProblemLog()
+    shard = open_shard(path.parent, path.name, log)
+    assert shard is not None, log.problems
+    return {entry.name: shard.array(entry) for entry in shard.entries}
 
 
 def encode_nvfp4(weight: np.ndarray, *, suffix: str = "weight_scale_2") -> Tensors:
