@@ -62,6 +62,11 @@ EXPLAINED: dict[str, dict[str, tuple[Any, Any, Defect]]] = {
         **dict.fromkeys(MLP, ("FP8", "NVFP4", Defect.SHORT_NAMES)),
         **dict.fromkeys(ATTENTION | FC, ("FP8", "unquantized", Defect.SHORT_NAMES)),
     },
+    "ModelOpt's nvfp4-fp8-mtp, config.json alone": {
+        **dict.fromkeys(MLP, ("FP8", "NVFP4", Defect.SHORT_NAMES)),
+        **dict.fromkeys(ATTENTION | FC, ("FP8", "unquantized", Defect.SHORT_NAMES)),
+    },
+    "ModelOpt's mixed, config.json alone": {"kv": ("FP8", "unquantized", Defect.KV_SCHEME_IGNORED)},
     "all layers attention, draft BF16": {
         "draft_kv_scales": ([1.0, 1.0], [pytest.approx(0.7), pytest.approx(0.8)], Defect.SCALE_LEAK)
     },

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -83,11 +84,25 @@ def _export(name: str) -> Writer:
     return lambda folder: EXPORTS / name
 
 
+def _without_hf_quant(name: str) -> Writer:
+    """As exporters leave it that write config.json only."""
+
+    def write(folder: Path) -> Path:
+        ignored = shutil.ignore_patterns("hf_quant_config.json")
+        return Path(shutil.copytree(EXPORTS / name, folder / "export", ignore=ignored))
+
+    return write
+
+
 def _rewritten(name: str) -> Writer:
     return lambda folder: rewrite_mtp(CASES[name](folder / "source"), folder / "copy")
 
 
 CASES |= {f"ModelOpt's {path.name}": _export(path.name) for path in sorted(EXPORTS.iterdir()) if path.is_dir()}
+CASES |= {
+    f"ModelOpt's {name}, config.json alone": _without_hf_quant(name)
+    for name in ("mixed", "nvfp4-fp8-mtp", "fp8-fp8-kv")
+}
 CASES |= {
     f"{name}, rewritten": _rewritten(name)
     for name in (

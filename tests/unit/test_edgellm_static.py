@@ -316,6 +316,7 @@ def test_the_runtimes_own_counters_are_read_per_call(engine: Engine) -> None:
     run_all(engine, {2: job("long", 8)})
     assert engine.last_call is not None
     counters = engine.last_call.counters
+    assert engine.last_call.num_accepted_told == counters.num_accepted
     assert (counters.num_rounds, counters.num_generated, counters.num_accepted, counters.num_proposed) == (3, 7, 4, 9)
 
 

@@ -41,6 +41,7 @@ class Row:
         self.row_id = row_id
         self.request = request
         self.is_done = False
+        self.num_accepted = 0
         self._num_drafts = num_drafts
         self._drafting_off = drafting_off
         self._channel: NativeChannel | None = None
@@ -162,6 +163,8 @@ class Row:
             return
         for number, part in enumerate(rounds, start=1):
             drafted = self._num_drafts if part.is_verify else 0
+            accepted = part.stop - part.start - 1 if drafted else 0
+            self.num_accepted += accepted
             self._updates.append(
                 RowUpdate(
                     self.row_id,
@@ -169,7 +172,7 @@ class Row:
                     logprobs=tuple(entries[part.start : part.stop]),
                     finish_reason=finish if number == len(rounds) else None,
                     num_drafted=drafted,
-                    num_accepted=part.stop - part.start - 1 if drafted else 0,
+                    num_accepted=accepted,
                     is_verify=part.is_verify,
                     drafting_off=self._drafting_off,
                 )

@@ -55,10 +55,13 @@ class LoadedRuntime:
 
 @dataclass(frozen=True, slots=True)
 class CallSummary:
-    """One finished call: its rows, and the runtime's own counters of it (zeros when it was not drafted)."""
+    """One finished call: its rows, the runtime's own counters of it (zeros when it was not drafted), and the accepted
+    drafts as read from the rows' chunks, which should agree with the runtime's where no chunk was held back.
+    """
 
     num_rows: int
     counters: DraftingCounters
+    num_accepted_told: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,7 @@ class StaticEngine:
         if self._is_drafted and self._loaded.has_counters:
             total = read_counters(self._loaded.runtime)
             counters, self._counters = total.since(self._counters), total
-        self.last_call = CallSummary(len(call.rows), counters)
+        self.last_call = CallSummary(len(call.rows), counters, sum(row.num_accepted for row in call.rows))
         _LOG.info("native call done: %s", self.last_call)
 
     def _isolate(self, message: str) -> None:
