@@ -14,6 +14,7 @@ from edgellm_producer.batch.output import BatchFileError, BatchOutput, complete
 from edgellm_producer.batch.progress import Progress
 from edgellm_producer.batch.run import BatchOptions, BatchRun, BatchSummary
 from edgellm_producer.client import Producer
+from edgellm_producer.errors import QueueUnreachable
 from edgellm_producer.keys import Priority, new_job_id
 
 SOME_FAILED: Final = 1
@@ -24,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="OUT.jsonl", default="-", help="- writes stdout (not resumable)")
     parser.add_argument("--window", type=int, default=256, help="jobs in the queue at most (default %(default)s)")
     parser.add_argument("--timeout-s", type=float, help="per job, from its submit")
+    parser.add_argument(
+        "--unreachable-s", type=float, default=300.0, help="how long to wait out an outage of the queue"
+    )
     parser.add_argument("--model", help="model of lines that name none")
     parser.add_argument("--tenant")
     parser.add_argument("--priority", choices=[p.value for p in Priority])
@@ -31,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run_batch(producer: Producer, args: argparse.Namespace) -> int:
     """Exit code 0 when every line succeeded, 1 when some failed, 2 when the files do not fit together."""
-    options = BatchOptions(args.window, args.timeout_s, args.tenant, args.priority, args.model)
+    options = BatchOptions(
+        args.window, args.timeout_s, args.tenant, args.priority, args.model, unreachable_s=args.unreachable_s
+    )
     source = None if args.input == "-" else Path(args.input)
     try:
         if args.output == "-":
@@ -41,6 +47,8 @@ async def run_batch(producer: Producer, args: argparse.Namespace) -> int:
             with BatchOutput.open(Path(args.output), source) as sink:
                 summary = await _run(producer, sink, source, options)
             complete(Path(args.output))
+    except QueueUnreachable:  # an OSError too, but not of the files
+        raise
     except (BatchFileError, OSError) as error:
         sys.stderr.write(f"batch: {error}\n")
         return 2

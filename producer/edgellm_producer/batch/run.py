@@ -60,7 +60,18 @@ class BatchRun:
         self._seen: set[int] = set()
 
     async def run(self, source: Iterable[bytes]) -> BatchSummary:
-        """Answer every line of `source` that is not answered yet. A failed line never stops the others."""
+        """Answer every line of `source` that is not answered yet. A failed line never stops the others.
+
+        `QueueUnreachable` when the queue stays away too long: what was written stays, the run can be resumed.
+        """
+        try:
+            await self._run(source)
+        except* QueueUnreachable as group:
+            raise group.exceptions[0] from None
+        self._progress.show(time.monotonic())
+        return BatchSummary(self._progress.done, self._progress.failed)
+
+    async def _run(self, source: Iterable[bytes]) -> None:
         places = asyncio.Semaphore(self._options.window)
         async with asyncio.TaskGroup() as group:
             for number, text in enumerate(source, 1):
@@ -71,8 +82,6 @@ class BatchRun:
                     continue
                 await places.acquire()
                 group.create_task(self._answer(line, places))
-        self._progress.show(time.monotonic())
-        return BatchSummary(self._progress.done, self._progress.failed)
 
     def _checked(self, line: BatchLine | BadLine) -> BatchLine | BadLine:
         """Only a hash of each custom_id is kept, so that memory stays flat over a long file."""
