@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Annotated, Any, Final, Literal, Self
 
 import msgpack
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from edgellm_producer.errors import JobRejected, ProtocolError
 from edgellm_producer.keys import ID_PATTERN, NAME_PATTERN, Priority
@@ -24,10 +24,11 @@ MAX_JOB_BYTES: Final = 1 << 20
 MAX_NESTING: Final = 32
 MAX_STOP_STRINGS: Final = 16
 MAX_TOP_LOGPROBS: Final = 20
+MAX_REGEX_CHARACTERS: Final = 4096
 DEFAULT_MAX_TOKENS: Final = 256
 DEFAULT_REPLY_TTL_S: Final = 3600
 
-NOT_BUILT: Final = frozenset({"response_format", "tool_choice"})
+NOT_BUILT: Final = frozenset({"tool_choice"})
 """Fields of version 1 that this release refuses by name when they ask for something (see `Job.unbuilt_field`)."""
 
 
@@ -95,6 +96,35 @@ StopStrings = Annotated[
 ]
 
 
+_FORMAT_KEYS: Final = {"text": (), "json_object": (), "json_schema": ("json_schema",), "regex": ("regex",)}
+"""Kinds of `response_format` (OpenAI's, and `regex`) with the key that each needs beside `type`."""
+
+
+def check_response_format(value: dict[str, Any]) -> None:
+    """Raise `ValueError` unless it is one of
+
+    {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {...}}},
+    {"type": "regex", "regex": "..."}; OpenAI's `name`, `description` and `strict` may stand beside `schema`.
+    """
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in _FORMAT_KEYS:
+        raise ValueError(f"type is {kind!r}, not one of {', '.join(_FORMAT_KEYS)}")
+    expected = {"type", *_FORMAT_KEYS[kind]}
+    if set(value) != expected:
+        raise ValueError(
+            f"{kind} takes the keys {', '.join(sorted(expected))}, not {', '.join(sorted(map(str, value)))}"
+        )
+    if kind == "regex" and not (isinstance(value["regex"], str) and 0 < len(value["regex"]) <= MAX_REGEX_CHARACTERS):
+        raise ValueError(f"regex is not a string of 1 to {MAX_REGEX_CHARACTERS} characters")
+    if kind == "json_schema":
+        schema = value["json_schema"]
+        if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+            raise ValueError("json_schema has no object `schema`")
+        unknown = sorted(set(schema) - {"schema", "name", "description", "strict"})
+        if unknown:
+            raise ValueError(f"json_schema has the unknown key {unknown[0]}")
+
+
 class Job(_Model):
     """One generation job. Exactly one of `prompt`, `messages`, `prompt_token_ids` is given.
 
@@ -138,6 +168,13 @@ class Job(_Model):
     traceparent: Annotated[str, Field(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")] | None = None
     metadata: dict[str, Any] | None = None
 
+    @field_validator("response_format")
+    @classmethod
+    def _of_one_kind(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None:
+            check_response_format(value)
+        return value
+
     @model_validator(mode="after")
     def _whole(self) -> Self:
         given = [n for n in ("prompt", "messages", "prompt_token_ids") if getattr(self, n) is not None]
@@ -151,8 +188,6 @@ class Job(_Model):
 
     def unbuilt_field(self) -> str | None:
         """The first field that asks for something this release cannot do, or None."""
-        if self.response_format is not None and self.response_format != {"type": "text"}:
-            return "response_format"
         if self.tool_choice not in {None, "auto", "none"} if not isinstance(self.tool_choice, dict) else True:
             return "tool_choice"
         return None

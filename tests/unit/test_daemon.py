@@ -145,9 +145,7 @@ REFUSALS = [
         "messages",
         id="image content",
     ),
-    pytest.param(
-        {"response_format": {"type": "json_object"}}, ErrorCode.UNSUPPORTED_FIELD, "response_format", id="not built"
-    ),
+    pytest.param({"tool_choice": "required"}, ErrorCode.UNSUPPORTED_FIELD, "tool_choice", id="not built"),
 ]
 
 

@@ -28,7 +28,7 @@ def sampling(**changes: object) -> GenerationRequest:
         (replace(GOOD, prompt_token_ids=(1,) * 51), "prompt_token_ids", CONTEXT),
         (replace(GOOD, max_new_tokens=0), "max_tokens", "invalid_field"),
         (replace(GOOD, max_new_tokens=60), "max_tokens", CONTEXT),
-        (replace(GOOD, grammar="{}"), "response_format", "unsupported_field"),
+        (replace(GOOD, grammar="{}"), "response_format", "invalid_field"),
         (sampling(logit_bias={100: 1.0}), "logit_bias", "invalid_field"),
         (sampling(temperature=math.nan), "temperature", "invalid_field"),
         (sampling(top_p=0.0), "top_p", "invalid_field"),

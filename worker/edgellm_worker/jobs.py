@@ -6,6 +6,7 @@ anything.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final
@@ -121,6 +122,7 @@ class Intake:
             max_new_tokens=max_new_tokens(job, len(prompt), limits),
             sampling=resolve_sampling(job, self._model.defaults),
             eos_token_ids=frozenset() if job.ignore_eos else self._model.tokenizer.eos_token_ids,
+            grammar=grammar_of(job),
         )
         try:
             self._engine.validate(request)
@@ -133,6 +135,19 @@ class Intake:
             raise JobRejected(
                 ErrorCode.MODEL_NOT_FOUND, f"this queue serves {', '.join(self._model.names)}", field="model"
             )
+
+
+def grammar_of(job: Job) -> str | None:
+    """The engine's spelling of `response_format`; the wire has checked its shape."""
+    match job.response_format:
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return json.dumps({"json_schema": schema})
+        case {"type": "json_object"}:
+            return json.dumps({"json_schema": {"type": "object"}})
+        case {"type": "regex", "regex": regex}:
+            return json.dumps({"regex": regex})
+        case _:
+            return None
 
 
 def _check_vocabulary(job: Job, prompt: tuple[int, ...], limits: EngineLimits) -> None:

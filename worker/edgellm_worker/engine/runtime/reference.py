@@ -11,6 +11,7 @@ from edgellm_worker.engine.checkpoint.quantization import KvScheme
 from edgellm_worker.engine.load import EngineOptions
 from edgellm_worker.engine.models.registry import Model, read_model
 from edgellm_worker.engine.ops.api import KvDtype
+from edgellm_worker.engine.runtime.grammar import GrammarCompiler
 from edgellm_worker.engine.runtime.numpy_executor import NumpyExecutor
 from edgellm_worker.engine.runtime.numpy_state import StateShape
 from edgellm_worker.engine.runtime.speculative import SpeculativeEngine, SpeculativeOptions
@@ -27,10 +28,16 @@ _KV_DTYPES: Final = {KvScheme.UNQUANTIZED: KvDtype.FLOAT32, KvScheme.FP8: KvDtyp
 def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     """Raises `CheckpointError`. The draft's cache is kept in the base's type."""
     model = read_model(checkpoint.model_config, checkpoint.base, checkpoint.draft)
-    return reference_engine(model, options, _KV_DTYPES[checkpoint.base.kv.scheme])
+    grammars = GrammarCompiler(checkpoint.path / "tokenizer.json", model.config.vocab_size)
+    return reference_engine(model, options, _KV_DTYPES[checkpoint.base.kv.scheme], grammars)
 
 
-def reference_engine(model: Model, options: EngineOptions, kv_dtype: KvDtype = KvDtype.FLOAT32) -> SpeculativeEngine:
+def reference_engine(
+    model: Model,
+    options: EngineOptions,
+    kv_dtype: KvDtype = KvDtype.FLOAT32,
+    grammars: GrammarCompiler | None = None,
+) -> SpeculativeEngine:
     """A capacity beyond the model's positions is narrowed to them; a model without MTP is not drafted."""
     capacity = min(options.max_kv_cache_capacity, model.config.max_positions)
     if capacity < options.max_kv_cache_capacity:
@@ -57,7 +64,7 @@ def reference_engine(model: Model, options: EngineOptions, kv_dtype: KvDtype = K
     )
     executor = NumpyExecutor(model, StateShape(options.max_batch_size, capacity, num_drafts + 1, kv_dtype))
     return SpeculativeEngine(
-        executor, SpeculativeOptions(limits, traits, drafting.draft_length(), options.prefill_chunk_tokens)
+        executor, SpeculativeOptions(limits, traits, drafting.draft_length(), options.prefill_chunk_tokens, grammars)
     )
 
 

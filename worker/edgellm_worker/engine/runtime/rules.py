@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from edgellm_worker.engine.api import EngineLimits, GenerationRequest
 from edgellm_worker.engine.errors import RequestError
+from edgellm_worker.engine.runtime.grammar import check_grammar
 from edgellm_worker.engine.runtime.sampling import check_params
 
 
@@ -21,8 +22,6 @@ class SpeculativeRules:
 
     def validate(self, request: GenerationRequest) -> None:
         """Raise `RequestError` naming the job's field when this request can never run here."""
-        if request.grammar is not None:
-            raise RequestError("response_format", "this engine has no structured output", code="unsupported_field")
         self._check_prompt(request.prompt_token_ids)
         most = self.limits.max_new_tokens(len(request.prompt_token_ids))
         if not 1 <= request.max_new_tokens <= most:
@@ -30,6 +29,7 @@ class SpeculativeRules:
             code = "context_length_exceeded" if request.max_new_tokens > most else "invalid_field"
             raise RequestError("max_tokens", message, code=code)
         check_params(request.sampling, self.limits.vocab_size)
+        check_grammar(request)
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:

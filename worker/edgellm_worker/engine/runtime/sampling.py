@@ -3,7 +3,8 @@
     temperature 0    argmax of the penalised logits, ties by lowest id
     temperature > 0  argmax over the kept tokens of  l(v) / T + G(seed, position, v)          (noise.py)
 
-What is kept, in order, each rule looking at what the one before left (z = penalised logits / T):
+A row with a constraint (grammar.py) draws from the allowed tokens only. What is kept of them, in order, each rule
+looking at what the one before left (z = penalised logits / T):
 
     top_k   the k largest z, ties at the boundary by lowest id; 0 is off
     top_p   the shortest prefix, by falling z and ties by lowest id, whose probability reaches top_p; at least one token
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 
 from edgellm_worker.engine.api import SamplingParams, TokenLogprobs
 from edgellm_worker.engine.errors import RequestError, RowError
+from edgellm_worker.engine.runtime.grammar import Grammar
 from edgellm_worker.engine.runtime.noise import MAX_GUMBEL, MIN_GUMBEL, gumbel, position_key, seed_key
 from edgellm_worker.engine.runtime.penalties import Penalties
 
@@ -114,7 +116,9 @@ class RowSampler:
     """Draws the tokens of one row. `commit` is the only thing that changes it: `draw` and `draft` are pure."""
 
     __slots__ = (
+        "_ahead",
         "_counts_output",
+        "_grammar",
         "_log_min_p",
         "_nucleus",
         "_params",
@@ -130,8 +134,11 @@ class RowSampler:
     needs_dense: Final[bool]
     """Whether `NUM_CANDIDATES` candidates cannot serve this row exactly."""
 
-    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], grammar: Grammar | None = None) -> None:
+        """`grammar`, at its start, is the row's from now on."""
         self._params = params
+        self._grammar = grammar
+        self._ahead: tuple[int, Grammar] | None = None  # the grammar after the drafts before this position
         self._penalties = Penalties(params, prompt_token_ids)
         self._counts_output = self._penalties.depend_on_output
         self._log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
@@ -141,12 +148,15 @@ class RowSampler:
         self.is_greedy = params.temperature == 0.0
         is_wide = (params.top_logprobs or 0) > NUM_CANDIDATES
         is_cut = self.is_greedy or 0 < params.top_k <= NUM_CANDIDATES
-        self.needs_dense = is_wide or not is_cut or not self._penalties.is_neutral
+        self.needs_dense = is_wide or not is_cut or not self._penalties.is_neutral or grammar is not None
 
     def commit(self, token_id: int) -> None:
-        """The token became output: it counts in the penalties from now on."""
+        """The token became output: it counts in the penalties and the grammar from now on."""
         if self._counts_output:
             self._penalties.count(token_id)
+        if self._grammar is not None:
+            self._grammar.take(token_id)
+            self._ahead = None
 
     def draw(self, scores: Scores, position: int) -> Draw:
         """The row's own token at absolute index `position` of prompt + output.
@@ -158,8 +168,18 @@ class RowSampler:
         return self.with_logprobs(self._choose(scores, position), scores)
 
     def draft(self, scores: Scores, position: int) -> int:
-        """A proposal for `position` from the draft head's scores; candidates will do, a draft need not be exact."""
-        return self._choose(scores, position)
+        """A proposal for `position` from the draft head's scores; candidates will do, a draft need not be exact.
+
+        With a grammar, drafts of consecutive positions are taken to follow each other.
+        """
+        if self._grammar is None or isinstance(scores, CandidateScores):
+            return self._choose(scores, position)
+        follows = self._ahead is not None and self._ahead[0] == position
+        grammar = self._ahead[1] if self._ahead is not None and follows else self._grammar.copy()
+        token_id = self._choose_dense(scores.logits, position, grammar)
+        grammar.take(token_id)
+        self._ahead = (position + 1, grammar)
+        return token_id
 
     def with_logprobs(self, token_id: int, scores: Scores) -> Draw:
         """The token with the raw log-probabilities the row asked for."""
@@ -178,7 +198,7 @@ class RowSampler:
 
     def _choose(self, scores: Scores, position: int) -> int:
         if isinstance(scores, DenseScores):
-            return self._choose_dense(scores.logits, position)
+            return self._choose_dense(scores.logits, position, self._grammar)
         _require_finite(scores.values[0])
         if self.is_greedy:
             return int(scores.ids[0])
@@ -186,8 +206,10 @@ class RowSampler:
         values, ids = scores.values[None, :width].astype(np.float64), scores.ids[None, :width].astype(np.int64)
         return _race(values, ids, self.keys((position,)), self.rule())[0]
 
-    def _choose_dense(self, raw: NDArray[np.float32], position: int) -> int:
+    def _choose_dense(self, raw: NDArray[np.float32], position: int, grammar: Grammar | None) -> int:
         logits: NDArray[np.floating] = raw if self._penalties.is_neutral else self._penalties.applied(raw)
+        if grammar is not None:
+            logits = np.where(grammar.allowed(), logits, -np.inf)
         best = int(logits.argmax())
         _require_finite(logits[best])
         if self.is_greedy:

@@ -34,6 +34,7 @@ from edgellm_worker.engine.errors import EngineError, RequestError, RowError
 from edgellm_worker.engine.runtime.acceptance import Accepted, Verified, accept_rows
 from edgellm_worker.engine.runtime.draft_length import DraftLength, StepObservation
 from edgellm_worker.engine.runtime.executor import DraftChooser, Executor, PrefillChunk, RoundInput, RoundOutput
+from edgellm_worker.engine.runtime.grammar import GrammarCompiler
 from edgellm_worker.engine.runtime.rows import Row, RowTable
 from edgellm_worker.engine.runtime.rules import SpeculativeRules
 from edgellm_worker.engine.runtime.sampling import Draw, RowSampler, Scores
@@ -41,12 +42,13 @@ from edgellm_worker.engine.runtime.sampling import Draw, RowSampler, Scores
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeOptions:
-    """What the loop needs beside the executor."""
+    """What the loop needs beside the executor. `grammars` None: this engine has no structured output."""
 
     limits: EngineLimits
     traits: EngineTraits
     draft_length: DraftLength
     prefill_chunk_tokens: int = 128
+    grammars: GrammarCompiler | None = None
 
 
 class SpeculativeEngine:
@@ -76,12 +78,16 @@ class SpeculativeEngine:
 
     def validate(self, request: GenerationRequest) -> None:
         self._rules.validate(request)
+        if request.grammar is not None and self._options.grammars is None:
+            raise RequestError("response_format", "this engine has no structured output", code="unsupported_field")
 
     def add(self, row_id: int, request: GenerationRequest) -> None:
         self.validate(request)
         if row_id in self._rows:
             raise RequestError("row_id", f"{row_id} is already running")
-        row = self._rows.add(row_id, request, RowSampler(request.sampling, request.prompt_token_ids))
+        compiler = self._options.grammars
+        grammar = compiler.grammar(request) if compiler is not None and request.grammar is not None else None
+        row = self._rows.add(row_id, request, RowSampler(request.sampling, request.prompt_token_ids, grammar))
         self._executor.clear(row.slot)
 
     def remove(self, row_id: int) -> None:
