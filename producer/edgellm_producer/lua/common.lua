@@ -40,6 +40,10 @@ local function owner(lane, entry)
   return found[1][2]
 end
 
+local function count_held(lane, change)
+  if redis.call('HINCRBY', tenants_key(lane), '*', change) <= 0 then redis.call('HDEL', tenants_key(lane), '*') end
+end
+
 local function enter_lane(lane, id, tenant, payload)
   local entry = redis.call('XADD', lane_key(lane), '*', 'id', id, 'job', payload)
   redis.call('HSET', job_key(id), 'at', 'lane', 'lane', lane, 'entry', entry)
@@ -55,7 +59,7 @@ local function leave_lane(lane, tenant)
   while count < TENANT_WINDOW do
     local id = redis.call('LPOP', held_key(lane, tenant))
     if not id then break end
-    redis.call('HINCRBY', tenants_key(lane), '*', -1)
+    count_held(lane, -1)
     local payload = redis.call('HGET', job_key(id), 'held')
     if payload then
       redis.call('HDEL', job_key(id), 'held')
@@ -90,7 +94,7 @@ local function forget(id, status)
     leave_lane(lane, tenant)
   elseif at == 'held' then
     redis.call('LREM', held_key(lane, tenant), 1, id)
-    redis.call('HINCRBY', tenants_key(lane), '*', -1)
+    count_held(lane, -1)
   elseif at == 'delayed' then
     drop_delayed(id)
   end

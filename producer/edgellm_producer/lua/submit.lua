@@ -48,7 +48,7 @@ local function submit(first)
   local function add(name, value) fields[#fields + 1] = name; fields[#fields + 1] = value end
   if waits then
     redis.call('RPUSH', held_key(lane, tenant), id)
-    redis.call('HINCRBY', tenants_key(lane), '*', 1)
+    count_held(lane, 1)
     add('at', 'held'); add('held', envelope)
   else
     entry = redis.call('XADD', lane_key(lane), '*', 'id', id, 'job', envelope)
