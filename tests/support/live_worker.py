@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import edgellm_worker
 from edgellm_worker.embedded import EmbeddedServer
@@ -40,24 +42,26 @@ def live_worker(*flags: str) -> Iterator[LiveWorker]:
     """Ready to serve when entered; drained when left."""
     environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"} | dict(os.environ)
     port = free_port()
-    with EmbeddedServer() as server:
+    # Logs go to a file: a pipe that nobody reads would fill up and stop the worker.
+    with EmbeddedServer() as server, tempfile.TemporaryFile("w+") as log:
         command = [str(Path(sys.executable).with_name("edgellm-worker")), "serve", "--model", str(CHECKPOINT)]
         command += ["--redis-url", server.url, "--metrics-host", "127.0.0.1", "--metrics-port", str(port), *flags]
-        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, env=environment, stderr=log) as process:
             worker = LiveWorker(server.url, port)
             try:
-                _await_ready(worker, process)
+                _await_ready(worker, process, log)
                 yield worker
             finally:
                 process.terminate()
-                process.communicate(timeout=STOP_TIMEOUT_S)
+                process.wait(timeout=STOP_TIMEOUT_S)
 
 
-def _await_ready(worker: LiveWorker, process: subprocess.Popen[str]) -> None:
+def _await_ready(worker: LiveWorker, process: subprocess.Popen[bytes], log: TextIO) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError(f"the worker ended: {process.communicate()[1]}")
+            log.seek(0)
+            raise RuntimeError(f"the worker ended: {log.read()}")
         try:
             worker.get("/health/ready")
         except OSError:
