@@ -7,6 +7,7 @@ buffer rather than the mapping, so that looking through 20 GB does not take 20 G
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import BinaryIO
 
 import numpy as np
 
@@ -43,28 +44,31 @@ def check_scalars(entries: Iterable[TensorEntry], shards: Mapping[str, Shard], p
 
 def check_finite(entries: Iterable[TensorEntry], shards: Mapping[str, Shard], problems: ProblemLog) -> None:
     """Every element of every tensor. Packed and integer tensors have no such values."""
+    by_file: dict[str, list[TensorEntry]] = {}
     for entry in entries:
-        if entry.dtype not in NON_FINITE_MASKS:
-            continue
-        bad = _first_non_finite(shards[entry.file], entry)
-        if bad is not None:
-            where = [int(index) for index in np.unravel_index(bad, entry.shape)]
-            problems.add(entry.file, f"NaN or infinite, first at {where}", tensor=entry.name)
+        if entry.dtype in NON_FINITE_MASKS:
+            by_file.setdefault(entry.file, []).append(entry)
+    for file, held in by_file.items():
+        with shards[file].path.open("rb", buffering=0) as stream:
+            for entry in sorted(held, key=lambda one: one.start):
+                bad = _first_non_finite(stream, entry)
+                if bad is not None:
+                    where = [int(index) for index in np.unravel_index(bad, entry.shape)]
+                    problems.add(file, f"NaN or infinite, first at {where}", tensor=entry.name)
 
 
-def _first_non_finite(shard: Shard, entry: TensorEntry) -> int | None:
+def _first_non_finite(stream: BinaryIO, entry: TensorEntry) -> int | None:
     """The flat index of the first such element, or None."""
     dtype, mask = NON_FINITE_MASKS[entry.dtype]
     position = 0
-    with shard.path.open("rb") as stream:
-        stream.seek(entry.start)
-        while position < entry.num_elements:
-            wanted = min(CHUNK_BYTES, entry.num_bytes - position * dtype.itemsize)
-            bits = np.frombuffer(stream.read(wanted), dtype)
-            if bits.size == 0:  # the file has shrunk since its header was read
-                return position
-            bad = (bits & dtype.type(mask)) == mask
-            if bad.any():
-                return position + int(bad.argmax())
-            position += bits.size
+    stream.seek(entry.start)
+    while position < entry.num_elements:
+        wanted = min(CHUNK_BYTES, entry.num_bytes - position * dtype.itemsize)
+        bits = np.frombuffer(stream.read(wanted), dtype)
+        if bits.size == 0:  # the file has shrunk since its header was read
+            return position
+        bad = (bits & dtype.type(mask)) == mask
+        if bad.any():
+            return position + int(bad.argmax())
+        position += bits.size
     return None

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgellm_worker.engine.errors import CheckpointError
+
+MAX_NUMBER = 2**40
+"""Beyond any size or frequency base; keeps arithmetic with a damaged file's numbers finite."""
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class Fields:
@@ -37,34 +44,34 @@ class Fields:
         """A finite positive number."""
         value = self._values.get(name)
         value = default if value is None else value
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_NUMBER:
             return float(value)
-        self.require(False, name, f"a positive number is needed, not {value!r}")
+        self.require(False, name, f"a positive number is needed, not {_brief(value)}")
         return 1.0
 
     def flag(self, name: str, *, default: bool) -> bool:
         value = self._values.get(name)
         value = default if value is None else value
-        self.require(isinstance(value, bool), name, f"true or false is needed, not {value!r}")
+        self.require(isinstance(value, bool), name, f"true or false is needed, not {_brief(value)}")
         return bool(value)
 
     def text(self, name: str, default: str) -> str:
         value = self._values.get(name)
         value = default if value is None else value
-        self.require(isinstance(value, str), name, f"a string is needed, not {value!r}")
+        self.require(isinstance(value, str), name, f"a string is needed, not {_brief(value)}")
         return str(value)
 
     def names(self, name: str, default: Sequence[str]) -> list[str]:
         value = self._values.get(name)
         value = default if value is None else value
         if not isinstance(value, Sequence) or isinstance(value, str):
-            self.require(False, name, f"a list of strings is needed, not {value!r}")
+            self.require(False, name, f"a list of strings is needed, not {_brief(value)}")
             return list(default)
         return [str(entry) for entry in value]
 
     def mapping(self, name: str) -> Mapping[str, Any] | None:
         value = self._values.get(name)
-        self.require(value is None or isinstance(value, Mapping), name, f"an object is needed, not {value!r}")
+        self.require(value is None or isinstance(value, Mapping), name, f"an object is needed, not {_brief(value)}")
         return value if isinstance(value, Mapping) else None
 
     def inner(self, name: str, values: Mapping[str, Any]) -> Fields:
@@ -77,7 +84,8 @@ class Fields:
     def _integer(self, name: str, default: int | None, lowest: int) -> int:
         value = self._values.get(name)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
-            self.require(False, name, f"an integer of at least {lowest} is needed, not {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= MAX_NUMBER:
+            needed = f"an integer from {lowest} to {MAX_NUMBER}"
+            self.require(False, name, f"{needed} is needed, not {_brief(value)}")
             return max(lowest, 1)
         return value
