@@ -223,7 +223,7 @@ def _taps(weight: Weight) -> Array:
 
 def _stacked_inputs_first(*weights: Weight) -> Array:
     """[out_i, in] each -> [in, sum out_i], the layout that few rows multiply fastest."""
-    return np.concatenate([float32(weight).T for weight in weights], axis=1)
+    return np.ascontiguousarray(np.concatenate([float32(weight) for weight in weights]).T)
 
 
 def _one_plus_exp_minus(x: Array) -> Array:
