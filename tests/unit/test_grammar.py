@@ -166,6 +166,18 @@ def test_a_constraint_needs_an_eos_and_an_engine_that_has_grammars() -> None:
     assert caught.value.code == "unsupported_field"
 
 
+def test_a_constraint_that_grows_too_complex_fails_its_row_in_one_line() -> None:
+    grammar = compiler.grammar(request({"regex": "(a?){500}a{500}"}))
+
+    def go_on() -> None:
+        for _ in range(50):
+            grammar.take(int(np.flatnonzero(grammar.allowed())[0]))
+
+    with pytest.raises(RowError, match=r"structured output: lexer error: too many expressions") as caught:
+        go_on()
+    assert "\n" not in str(caught.value)
+
+
 def test_a_missing_tokenizer_is_the_checkpoints_fault() -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         GrammarCompiler(CHECKPOINT / "nowhere", VOCABULARY).grammar(REGEX_REQUEST)

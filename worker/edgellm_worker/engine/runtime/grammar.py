@@ -54,14 +54,14 @@ class Grammar:
         """The token follows. Raises `RowError` when it must not."""
         self._allowed = None
         if not self._matcher.consume_token(token_id):
-            raise RowError(f"structured output: {self._matcher.get_error()}")
+            raise RowError(f"structured output: {_error(self._matcher)}")
 
     def allowed(self) -> NDArray[np.bool_]:
         """What may follow: bool [V]. Raises `RowError` when the constraint became too complex to go on."""
         if self._allowed is None:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             if self._matcher.is_error():
-                raise RowError(f"structured output: {self._matcher.get_error()}")
+                raise RowError(f"structured output: {_error(self._matcher)}")
             self._allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         return self._allowed
 
@@ -86,7 +86,7 @@ class GrammarCompiler:
                 raise CheckpointError([f"{self._path}: {error}"]) from error
         matcher = LLMatcher(self._vocabularies[eos], source, log_level=0)
         if matcher.is_error():
-            raise RequestError(FIELD, matcher.get_error())
+            raise RequestError(FIELD, _error(matcher))
         return Grammar(matcher, self._vocab_size)
 
 
@@ -99,6 +99,11 @@ def check_grammar(request: GenerationRequest) -> None:
         raise RequestError(FIELD, "; ".join(messages))
     if not request.eos_token_ids:
         raise RequestError(FIELD, "needs an EOS token to end with: it does not go with ignore_eos")
+
+
+def _error(matcher: LLMatcher) -> str:
+    """What went wrong, without the dump of the parser's state that follows."""
+    return str(matcher.get_error().partition("\n")[0])
 
 
 def _source(request: GenerationRequest) -> str:
