@@ -248,6 +248,7 @@ async def _run_beside_house(daemon: Daemon, metrics: Metrics, notifier: Notifier
         for task in house:
             task.cancel()
         await asyncio.gather(*house, return_exceptions=True)
+        notifier.stopping("closing")  # an idle worker's drain is over before the watchdog's next turn
 
 
 async def _watch_device(metrics: Metrics) -> None:
