@@ -137,7 +137,7 @@ def test_a_sensor_that_stops_answering_leaves_no_number_behind(metrics):
     metrics.device(TelemetryReading(warm, {**available, Source.THERMAL: True}, 12.0))
     assert metrics.value("device_temperature_celsius", sensor="gpu") == 50.0
     assert metrics.value("telemetry_available", source="thermal") == 1
-    assert metrics.value("device_energy_joules_total") == 12.0
+    assert metrics.value("device_energy_joules_total", rail="total") == 12.0
     metrics.device(TelemetryReading((), available, 12.0))
     assert "device_temperature_celsius{" not in metrics.render().decode()
     assert metrics.value("telemetry_available", source="thermal") == 0

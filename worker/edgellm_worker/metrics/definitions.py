@@ -70,6 +70,7 @@ PER_TOKEN_SECONDS: Final = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
 SHORT_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+WAIT_SECONDS: Final = (*SHORT_SECONDS, 30.0, 60.0, 120.0, 300.0)
 TOKENS: Final = _one_two_five(200_000)
 ROWS: Final = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
 
@@ -168,7 +169,7 @@ DEFINITIONS: Final = (
     _gauge(_QUEUE, "redis_up", "1 while Redis answered within the last 10 seconds."),
     _counter(_QUEUE, "redis_reconnects_total", "Connections to Redis that had to be made again."),
     _histogram(_BATCHES, "batch_size", "Jobs per batch (in flight: per admission group).", ROWS),
-    _histogram(_BATCHES, "batch_wait_seconds", "Age of a batch's oldest job since it was enqueued.", SHORT_SECONDS),
+    _histogram(_BATCHES, "batch_wait_seconds", "Age of a batch's oldest job since it was enqueued.", WAIT_SECONDS),
     _counter(_BATCHES, "batch_close_total", "Batches, by why they were closed.", Label.CLOSE_REASON),
     _histogram(_BATCHES, "step_rows", "Rows per engine step: what batching really achieves.", ROWS),
     _gauge(_BATCHES, "slots_busy", "Engine slots in use."),
@@ -185,7 +186,12 @@ DEFINITIONS: Final = (
     _gauge(_CAPACITY, "cache_config_info", "Always 1; the limits of the engine.", Label.CACHE_CONFIG),
     _gauge(_DEVICE, "telemetry_available", "1 while this source gives readings.", Label.SOURCE),
     _gauge(_DEVICE, "device_power_watts", "Power by rail; `total` contains the others.", Label.RAIL),
-    _counter(_DEVICE, "device_energy_joules_total", "Energy since the start; absent where power cannot be read."),
+    _counter(
+        _DEVICE,
+        "device_energy_joules_total",
+        "Energy since the start (rail `total`); absent where power cannot be read.",
+        Label.RAIL,
+    ),
     _gauge(_DEVICE, "device_temperature_celsius", "Temperature by sensor.", Label.SENSOR),
     _gauge(_DEVICE, "device_utilization_ratio", "Share of time busy, as the driver reports it.", Label.UNIT),
     _gauge(_DEVICE, "device_clock_hertz", "Clock by domain.", Label.DOMAIN),

@@ -20,6 +20,7 @@ from edgellm_worker.metrics.definitions import DEFINITIONS, PREFIX, Definition, 
 from edgellm_worker.queue.api import QueueCounters, QueueStats
 from edgellm_worker.retry import RetryReason
 from edgellm_worker.telemetry import Quantity, Source, TelemetryReading
+from edgellm_worker.telemetry.hwmon import TOTAL
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _Series = Counter | Gauge | Histogram
@@ -138,6 +139,7 @@ class Metrics:
             self._histogram("step_duration_seconds", phase).observe(seconds)
         if report.num_rows:
             self._histogram("step_rows").observe(report.num_rows)
+        if any(update.is_verify for update in report.updates):  # a step that only prefills drafts nothing
             self._gauge("spec_decode_num_speculative_tokens").set(report.num_speculative_tokens)
         self._use_of_kv(report.kv_tokens_used)
         self.memory(report.memory_bytes)
@@ -208,7 +210,7 @@ class Metrics:
             for label, value in reading.of(quantity).items():
                 self._gauge(name, label).set(value)
         if reading.energy_j is not None:
-            self._total(reading.energy_j, "device_energy_joules_total")
+            self._total(reading.energy_j, "device_energy_joules_total", TOTAL)
 
     def _total(self, total: float, name: str, *labels: str) -> None:
         """Bring a counter up to a total that somebody else counts."""
