@@ -61,7 +61,8 @@ def legend(query: Query, labels: dict[str, str]) -> str:
 def draw_panel(axes: Any, panel: Panel, source: Source) -> None:
     factor, unit = SCALES.get(panel.unit, (1.0, {Unit.NONE: "", Unit.PER_SECOND: "/s"}.get(panel.unit, panel.unit)))
     lines = [line for query in panel.queries for line in source.series(query)]
-    axes.set_title(f"{panel.title}{f' ({unit})' if unit else ''}", fontsize=8, loc="left")
+    shown = f" ({unit})" if unit and not panel.title.endswith(unit) else ""
+    axes.set_title(panel.title + shown, fontsize=8, loc="left")
     axes.tick_params(labelsize=6)
     if not any(math.isfinite(value) for _, _, values in lines for value in values):
         axes.text(0.5, 0.5, panel.when_empty or "NO DATA", ha="center", va="center", fontsize=7, color="grey")
@@ -77,7 +78,7 @@ def draw_panel(axes: Any, panel: Panel, source: Source) -> None:
     else:
         for name, times, values in lines:
             axes.plot(times, [value * factor for value in values], label=name or None, linewidth=1)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=-0.03 * axes.get_ylim()[1])  # a line at 0 must be seen
         if any(name for name, _, _ in lines):
             axes.legend(fontsize=5, loc="upper left", framealpha=0.6, ncols=2)
     axes.grid(alpha=0.2)
@@ -94,7 +95,9 @@ def draw_heatmap(axes: Any, lines: list[tuple[str, list[float], list[float]]]) -
     used = [index for index, row in enumerate(rows) if any(value > 0 for value in row)]
     low, high = max(0, min(used) - 1), max(used) + 2
     axes.imshow(rows[low:high], origin="lower", aspect="auto", cmap="Oranges", interpolation="nearest")
-    axes.set_yticks(range(len(ordered[low:high])), [f"≤ {name}" for name, _, _ in ordered[low:high]])
+    names = [name for name, _, _ in ordered[low:high]]
+    every = 1 + len(names) // 8
+    axes.set_yticks(range(0, len(names), every), [f"≤ {name}" for name in names[::every]])
 
 
 def draw_board(plot: Any, board: Board, source: Source, path: Path) -> None:
@@ -105,8 +108,11 @@ def draw_board(plot: Any, board: Board, source: Source, path: Path) -> None:
         draw_panel(axes, panel, source)
     for axes in grid.flat[len(board.panels) :]:
         axes.set_visible(False)
-    figure.savefig(path, dpi=80, pil_kwargs={"optimize": True})
+    figure.savefig(path, dpi=80)
     plot.close(figure)
+    from PIL import Image  # noqa: PLC0415 - comes with matplotlib
+
+    Image.open(path).convert("RGB").quantize(48).save(path, optimize=True)
 
 
 def main() -> int:

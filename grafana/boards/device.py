@@ -8,6 +8,8 @@ from grafana.panel import Board, Kind, Panel, Query, Unit
 from grafana.promql import gauge, rate, ratio
 from grafana.shapes import NO_DEVICE, TOKENS, time
 
+MACHINE: Final = '"host_.+|gpu[0-9]+_.+"'
+
 BOARD: Final = Board(
     "edgellm-device",
     "edgellm / Capacity and device",
@@ -21,9 +23,15 @@ BOARD: Final = Board(
             max_value=1,
         ),
         time(
-            "Memory by kind",
-            {"{{instance}} {{kind}}": gauge("memory_bytes", by="instance, kind", agg="max")},
-            "What the engine reserved, and what the machine has left.",
+            "Engine memory by kind",
+            {"{{instance}} {{kind}}": gauge("memory_bytes", by="instance, kind", agg="max", match=f"kind!~{MACHINE}")},
+            "What the engine reserved. It should be flat: everything is reserved at start.",
+            unit=Unit.BYTES,
+        ),
+        time(
+            "Machine memory",
+            {"{{instance}} {{kind}}": gauge("memory_bytes", by="instance, kind", agg="max", match=f"kind=~{MACHINE}")},
+            "Total and available. On unified memory the host's is the GPU's too.",
             unit=Unit.BYTES,
         ),
         time(

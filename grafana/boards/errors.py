@@ -21,9 +21,10 @@ BOARD: Final = Board(
         stat("Redis reconnects", increase("redis_reconnects_total"), "In the time range.", steps=ANY_IS_BAD),
         time(
             "Answers without text, by code",
-            {"{{code}}": rate("request_failure_total", by="code")},
+            {"{{code}}": f"{rate('request_failure_total', by='code')} > 0"},
             "engine_error, too_many_attempts and poison are the fleet's fault, the others the caller's.",
             unit=Unit.PER_SECOND,
+            when_empty="every answer was text",
         ),
         time(
             "Share of answers without text",
