@@ -41,6 +41,7 @@ EngineOpener = Callable[[Checkpoint, EngineOptions], Engine]
 KINDS: Final = {
     "edgellm": "edgellm_worker.engine.edgellm.kind",
     "reference": "edgellm_worker.engine.runtime.reference",
+    "tensorrt": "edgellm_worker.engine.runtime.tensorrt_engine",
 }
 """The module of each kind; it has `open_engine`, an `EngineOpener`."""
 

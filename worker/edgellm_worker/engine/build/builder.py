@@ -40,11 +40,14 @@ class Builder:
         self._settings = settings
         self._logger = collecting_logger(library)
         self._timing_cache: Any = None
+        self._builder: Any = None  # making one loads the library's kernels: seconds
 
     def compile(self, segment: Segment, ranges: Sequence[RowRange]) -> bytes:
         """-> a serialized plan. Raises `BuildError` with what the library said."""
         self._logger.messages.clear()
-        builder = self._trt.Builder(self._logger)
+        if self._builder is None:
+            self._builder = self._trt.Builder(self._logger)
+        builder = self._builder
         network = builder.create_network(self._network_flags())
         config = self._config(builder)
         layers = Layers(self._library, network)
@@ -73,6 +76,8 @@ class Builder:
         if not self._library.is_strongly_typed:
             config.set_flag(self._trt.BuilderFlag.FP16)
             config.set_flag(self._trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
+            # Contexts of several row counts use one profile at once; later releases always allow it.
+            config.set_preview_feature(self._trt.PreviewFeature.PROFILE_SHARING_0806, True)
         if self._library.compiles_without_gpu and self._settings.target is not Target.CURRENT:
             config.num_compute_capabilities = 1
             capability = getattr(self._trt.ComputeCapability, self._settings.target.upper())

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 
 from edgellm_worker.engine.build.passes import Recorder, StateLayout
+from edgellm_worker.engine.build.plan import memory_kind
+from edgellm_worker.engine.build.weight_policy import WeightReader
 from edgellm_worker.engine.checkpoint.weights import Array
 from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.ops.graph import Graph
@@ -34,7 +36,7 @@ from edgellm_worker.engine.runtime.sampling import NUM_CANDIDATES, CandidateScor
 from edgellm_worker.engine.runtime.tensorrt_block import Block
 from edgellm_worker.engine.runtime.tensorrt_kernels import Binding, Control, Kernels, Mode
 from edgellm_worker.engine.runtime.tensorrt_program import Bindings, Engines, Parts, Program, lay_out
-from edgellm_worker.engine.runtime.tensorrt_weights import WeightReader, WeightStore
+from edgellm_worker.engine.runtime.tensorrt_weights import WeightStore
 
 _log = logging.getLogger(__name__)
 
@@ -236,14 +238,6 @@ class TensorRtExecutor:
     def _slot_kernel(self, name: str, signature: str, num_blocks: int) -> Any:
         kernel = self._parts.kernels.token_kernel(name, signature)
         return lambda *arguments: self._cuda.run(kernel, (num_blocks, 1, 1), 256, arguments)
-
-
-def memory_kind(name: str) -> str:
-    """The kind (as `Executor.memory_bytes` names them) of a state tensor."""
-    field = name.rpartition(".")[2]
-    if field in ("k", "v"):
-        return "kv_cache"
-    return "recurrent_state" if field in ("state", "tail") else "pending"
 
 
 class _Pass:

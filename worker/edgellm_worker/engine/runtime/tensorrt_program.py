@@ -192,6 +192,7 @@ class Engines:
     def __init__(self, library: Library, cuda: Cuda, logger: Any) -> None:
         self._library = library
         self._cuda = cuda
+        self._logger = logger  # the library keeps a bare pointer to it
         self._runtime = library.module.Runtime(logger)
         self._engines: dict[str, Any] = {}
         self._contexts: dict[tuple[str, int], Any] = {}
@@ -236,8 +237,8 @@ class Engines:
             engine = self._engines[key]
             context = self._make_context(engine)
             profile = self._profile(engine, num_rows)
-            if profile:
-                context.set_optimization_profile_async(profile, int(self._cuda.stream))
+            if not context.set_optimization_profile_async(profile, int(self._cuda.stream)):
+                raise EngineError(f"network {key}: profile {profile} cannot be selected")
             for name, shape in shapes.items():
                 if not context.set_input_shape(name, shape):
                     raise EngineError(f"network {key} was not built for {num_rows} rows")

@@ -1,0 +1,302 @@
+"""Every op on the GPU against NumpyOps, with random shapes and values: max relative error per op and dtype.
+
+python bench/gpu/op_parity.py [SEED]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from bench.gpu.harness import Device, relative_error, save, say
+from edgellm_worker.engine.checkpoint.weights import Array, DenseWeight, Fp8Weight, KvScales, Nvfp4Weight
+from edgellm_worker.engine.ops.api import DeltaInputs, DeltaPending, KvCache, KvDtype
+from edgellm_worker.engine.ops.graph import Dtype, Value
+from edgellm_worker.engine.ops.reference import NumpyOps
+from edgellm_worker.engine.ops.tensorrt import TensorRtOps
+from edgellm_worker.engine.runtime.tensorrt_kernels import Mode
+
+F32, F16, I32 = Dtype.FLOAT32, Dtype.FLOAT16, Dtype.INT32
+HALF_BOUND, FLOAT_BOUND = 2e-3, 2e-5
+
+
+@dataclass(frozen=True)
+class Result:
+    op: str
+    dtype: str
+    shape: str
+    error: float
+    bound: float
+
+
+class Cases:
+    def __init__(self, device: Device, seed: int) -> None:
+        self.device = device
+        self.rng = np.random.default_rng(seed)
+        self.reference = NumpyOps()
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Array:
+        return (self.rng.standard_normal(shape) * scale).astype(np.float32)
+
+    def half(self, *shape: int, scale: float = 1.0) -> Array:
+        return self.normal(*shape, scale=scale).astype(np.float16)
+
+    def weight(self, *shape: int) -> DenseWeight:
+        return DenseWeight(self.half(*shape, scale=shape[-1] ** -0.5))
+
+    def sizes(self) -> tuple[int, int, int]:
+        return int(self.rng.integers(1, 5)), int(self.rng.integers(1, 7)), int(self.rng.choice([64, 128, 256]))
+
+    def row_op(
+        self, op: str, inputs: dict[str, Array], call: Callable[..., tuple[object, ...]], bound: float = HALF_BOUND
+    ) -> Iterator[Result]:
+        ops = TensorRtOps()
+        dtypes = {np.dtype(np.float32): F32, np.dtype(np.float16): F16, np.dtype(np.int32): I32}
+        values = [ops.input(name, array.shape, dtypes[array.dtype]) for name, array in inputs.items()]
+        outputs = call(ops, *values)
+        named = {f"out{i}": value for i, value in enumerate(outputs) if isinstance(value, Value)}
+        found = self.device.run(ops.graph(named), inputs)
+        floats = [array.astype(np.float32) if array.dtype == np.float16 else array for array in inputs.values()]
+        expected = call(self.reference, *floats)
+        for index, want in enumerate(expected):
+            out = found[f"out{index}"]
+            yield Result(op, str(out.dtype), str(out.shape), relative_error(out, np.asarray(want)), bound)
+
+    # --- row operations ---
+
+    def rows(self) -> Iterator[Result]:
+        b, n, d = self.sizes()
+        x, y = self.half(b, n, d), self.half(b, n, d, scale=3)
+        w, w2, gain, bias = self.weight(96, d), self.weight(160, d), self.weight(d), self.weight(96)
+        heads, gate = self.normal(b, n, 8, 32), self.half(b, n, 8, 32)
+        small = self.weight(32)
+        angle = self.normal(b, n, 8)
+        yield from self.row_op("linear", {"x": x}, lambda o, x: (o.linear(x, w),))
+        yield from self.row_op("linear+bias", {"x": x}, lambda o, x: (o.linear(x, w, bias),))
+        yield from self.row_op("fused_linear", {"x": x}, lambda o, x: o.fused_linear(x, [w, w2], [None, None]))
+        for centred in (False, True):
+            yield from self.row_op(
+                "rms_norm",
+                {"x": self.normal(b, n, d)},
+                lambda o, x, c=centred: (o.rms_norm(x, gain, 1e-6, zero_centred=c),),
+            )
+        yield from self.row_op(
+            "gated_rms_norm", {"x": heads, "g": gate}, lambda o, x, g: (o.gated_rms_norm(x, g, small, 1e-6),)
+        )
+        yield from self.row_op("l2_norm", {"x": heads}, lambda o, x: (o.l2_norm(x, 1e-6, 0.25),), FLOAT_BOUND)
+        yield from self.row_op("swiglu", {"g": y, "u": x}, lambda o, g, u: (o.swiglu(g, u),))
+        yield from self.row_op("sigmoid_gate", {"x": x, "g": y}, lambda o, x, g: (o.sigmoid_gate(x, g),))
+        sums = {"x": self.normal(b, n, d), "y": self.normal(b, n, d)}
+        yield from self.row_op("add", sums, lambda o, x, y: (o.add(x, y),), FLOAT_BOUND)
+        yield from self.row_op("concat", {"x": x, "y": y}, lambda o, x, y: (o.concat((x, y)),))
+        yield from self.row_op("split", {"x": x}, lambda o, x: o.split(x, (16, d - 16)))
+        yield from self.row_op("split_heads", {"x": x}, lambda o, x: (o.split_heads(x, 4),))
+        yield from self.row_op("merge_heads", {"x": gate}, lambda o, x: (o.merge_heads(x),))
+        cos_sin = {"x": self.half(b, n, 4, 64), "c": np.cos(angle), "s": np.sin(angle)}
+        yield from self.row_op("rotary", cos_sin, lambda o, x, c, s: (o.rotary(x, c, s),))
+        ab = {"a": self.half(b, n, 8, scale=4), "b": self.half(b, n, 8)}
+        a_log, dt = DenseWeight(self.normal(8)), DenseWeight(self.normal(8))
+        yield from self.row_op("delta_gates", ab, lambda o, a, b: o.delta_gates(a, b, a_log, dt), FLOAT_BOUND)
+
+    def quantized(self) -> Iterator[Result]:
+        x = self.half(2, 3, 128)
+        if self.device.library.has_fp8:
+            data = self.normal(64, 128).astype(ml_dtypes.float8_e4m3fn)
+            fp8 = Fp8Weight(data, np.float32(0.05))
+            yield from self.row_op("linear fp8", {"x": x}, lambda o, x: (o.linear(x, fp8),), 5e-3)
+        if self.device.library.has_fp4 and self.device.cuda.architecture >= "sm100":
+            codes = self.rng.integers(0, 256, (64, 64), np.uint8)
+            blocks = (self.rng.random((64, 8)) * 4 + 0.5).astype(ml_dtypes.float8_e4m3fn)
+            fp4 = Nvfp4Weight(codes, blocks, np.float32(0.01))
+            yield from self.row_op("linear nvfp4", {"x": x}, lambda o, x: (o.linear(x, fp4),), 5e-3)
+
+    # --- kernels ---
+
+    def tokens(self) -> Iterator[Result]:
+        b, n, d = self.sizes()
+        table = DenseWeight(self.half(500, d))
+        ids = self.rng.integers(0, 500, (b, n)).astype(np.int32)
+        yield from self.row_op("embed", {"ids": ids}, lambda o, i: (o.embed(table, i),), 0.0)
+        index = self.rng.integers(0, n, (b, 2)).astype(np.int32)
+        yield from self.row_op(
+            "gather_rows", {"x": self.half(b, n, d), "i": index}, lambda o, x, i: (o.gather_rows(x, i),), 0.0
+        )
+        start = self.rng.integers(0, 900, b).astype(np.int32)
+        yield from self.row_op(
+            "token_positions", {"s": start, "i": ids}, lambda o, s, i: (o.token_positions(s, i),), 0.0
+        )
+        positions = self.rng.integers(0, 30000, (b, n)).astype(np.int32)
+        frequencies = (1e4 ** -np.linspace(0, 1, 16)).astype(np.float32)
+        yield from self.row_op(
+            "rope_angles", {"p": positions}, lambda o, p: o.rope_angles(p, frequencies, 1.0), FLOAT_BOUND
+        )
+        for vocab in (8192, 1001, 65536):
+            logits = self.half(b, n, vocab, scale=4)
+            yield from self.row_op(f"arg_max {vocab}", {"x": logits}, lambda o, x: (o.arg_max(x),), 0.0)
+            yield from self.row_op(f"top_k {vocab}", {"x": logits}, lambda o, x: o.top_k(x, 64), 0.0)
+            yield from self.row_op(f"log_sum_exp {vocab}", {"x": logits}, lambda o, x: (o.log_sum_exp(x),), FLOAT_BOUND)
+
+    def attend(self, heads: tuple[int, int, int], tokens: int, kv: KvDtype, starts: list[int]) -> Iterator[Result]:
+        """Slots are permuted, positions past a row's own are rubbish."""
+        num_heads, num_kv, dim = heads
+        b, length = len(starts), 512
+        order = self.rng.permutation(b).astype(np.int32)
+        scale = 0.05 if kv is KvDtype.FP8 else 1.0
+        q, k, v = (
+            self.half(b, tokens, num_heads, dim),
+            self.half(b, tokens, num_kv, dim),
+            self.half(b, tokens, num_kv, dim),
+        )
+        stored = ml_dtypes.float8_e4m3fn if kv is KvDtype.FP8 else np.float16
+        caches = [(self.normal(b, num_kv, length, dim) / scale).clip(-448, 448).astype(stored) for _ in range(2)]
+        start = np.array(starts, np.int32)
+        scales = KvScales(np.float32(scale), np.float32(scale))
+        ops = TensorRtOps()
+        dtype = Dtype.FP8 if kv is KvDtype.FP8 else F16
+        qkv = tuple(ops.input(name, x.shape, F16) for name, x in (("q", q), ("k", k), ("v", v)))
+        cache = KvCache(*(ops.input(name, caches[0].shape, dtype) for name in ("ck", "cv")), kv, scales)
+        out, _ = ops.attend((qkv[0], qkv[1], qkv[2]), cache, ops.input("start", (b,), I32), dim**-0.5)
+        raw = [c.view(np.uint8) if kv is KvDtype.FP8 else c for c in caches]
+        by_slot = [np.empty_like(x) for x in raw]
+        for row, slot in enumerate(order):
+            for target, source in zip(by_slot, raw, strict=True):
+                target[slot] = source[row]
+        feeds = {"q": q, "k": k, "v": v, "ck": by_slot[0], "cv": by_slot[1], "start": start, "slots": order}
+        found = self.device.run(ops.graph({"out": out}), feeds)
+        kept = KvCache(caches[0].copy(), caches[1].copy(), kv, scales)
+        floats = (q.astype(np.float32), k.astype(np.float32), v.astype(np.float32))
+        want, after = self.reference.attend(floats, kept, start, dim**-0.5)
+        name = f"attend {num_heads}/{num_kv}x{dim} N={tokens}"
+        yield Result(name, f"kv {kv}", str(q.shape), relative_error(found["out"], want), 2e-3)
+        for label, mine, theirs in (("ck'", found["ck'"], after.k), ("cv'", found["cv'"], after.v)):
+            decoded = mine.view(ml_dtypes.float8_e4m3fn) if kv is KvDtype.FP8 else mine
+            again = np.stack([decoded[slot] for slot in order]).astype(np.float32)
+            yield Result(f"{name} {label}", f"kv {kv}", "", relative_error(again, theirs.astype(np.float32)), 1e-6)
+
+    def delta_inputs(self, b: int, n: int, sizes: tuple[int, int, int, int], closing: bool) -> dict[str, Array]:
+        hk, hv, dk, dv = sizes
+        unit = [
+            x / np.linalg.norm(x, axis=-1, keepdims=True)
+            for x in (self.normal(b, n, hk, dk), self.normal(b, n, hk, dk))
+        ]
+        return {
+            "q": (unit[0] * dk**-0.5).astype(np.float32),
+            "k": unit[1].astype(np.float32),
+            "v": self.normal(b, n, hv, dv),
+            "log_g": -np.abs(self.normal(b, n, hv)) * np.float32(30.0 if closing else 0.1),
+            "beta": (1 / (1 + np.exp(-self.normal(b, n, hv)))).astype(np.float32),
+        }
+
+    def delta(
+        self, sizes: tuple[int, int, int, int], tokens: int, commit: list[int], *, closing: bool = False
+    ) -> Iterator[Result]:
+        """The step: fold, run, leave pending in the other half."""
+        hk, hv, dk, dv = sizes
+        b, rows = len(commit), max(8, tokens)
+        slots = self.rng.permutation(b + 1)[:b].astype(np.int32)
+        parity = self.rng.integers(0, 2, b + 1).astype(np.int32)
+        new, old = self.delta_inputs(b, tokens, sizes, closing), self.delta_inputs(b, rows, sizes, closing)
+        state = self.normal(b, hv, dk, dv)
+        feeds: dict[str, Array] = {**new, "commit": np.array(commit, np.int32), "slots": slots, "parity": parity}
+        feeds["state"] = self.normal(b + 1, hv, dk, dv)
+        feeds["pk"], feeds["pu"] = self.normal(2 * (b + 1), rows, hk, dk), self.normal(b + 1, rows, hv, dv)
+        feeds["pg"] = self.normal(2 * (b + 1), rows, hv)
+        for row, slot in enumerate(slots):
+            half = 2 * slot + parity[slot]
+            feeds["state"][slot], feeds["pu"][slot] = state[row], old["v"][row]
+            feeds["pk"][half], feeds["pg"][half] = old["k"][row], old["log_g"][row]
+        ops = TensorRtOps()
+        values = {name: ops.input(name, array.shape, F32) for name, array in feeds.items() if array.dtype == np.float32}
+        pending = DeltaPending(values["pk"], values["pu"], values["pg"])
+        inputs = DeltaInputs(*(values[name] for name in ("q", "k", "v", "log_g", "beta")))
+        out, _, _ = ops.gated_delta_rule(inputs, values["state"], pending, ops.input("commit", (b,), I32))
+        found = self.device.run(ops.graph({"out": out}), feeds)
+        want, folded, left = self.reference.gated_delta_rule(
+            DeltaInputs(*(new[name] for name in ("q", "k", "v", "log_g", "beta"))),
+            state, DeltaPending(old["k"], old["v"], old["log_g"]), feeds["commit"],
+        )  # fmt: skip
+        name = f"delta {sizes} N={tokens} commit={commit}{' closing' if closing else ''}"
+        yield Result(name, "float32", "", relative_error(found["out"], want), 5e-5)
+        mine = np.stack([found["state'"][slot] for slot in slots])
+        yield Result(f"{name} state", "float32", "", relative_error(mine, folded), 5e-5)
+        halves = [2 * slot + (parity[slot] ^ 1) for slot in slots]
+        k_after = np.stack([found["pk'"][half, :tokens] for half in halves])
+        u_after = np.stack([found["pu'"][slot, :tokens] for slot in slots])
+        yield Result(f"{name} pending k", "float32", "", relative_error(k_after, left.k), 0.0)
+        yield Result(f"{name} pending u", "float32", "", relative_error(u_after, left.u), 5e-5)
+
+    def fold(self, sizes: tuple[int, int, int, int], tokens: int, commit: list[int]) -> Iterator[Result]:
+        b = len(commit)
+        old = self.delta_inputs(b, tokens, sizes, closing=False)
+        state = self.normal(b, sizes[1], sizes[2], sizes[3])
+        ops = TensorRtOps()
+        names = {"state": state, "k": old["k"], "u": old["v"], "g": old["log_g"]}
+        values = {name: ops.input(name, array.shape, F32) for name, array in names.items()}
+        pending = DeltaPending(values["k"], values["u"], values["g"])
+        ops.delta_fold(values["state"], pending, ops.input("commit", (b,), I32))
+        found = self.device.run(ops.graph({}), {**names, "commit": np.array(commit, np.int32)}, Mode.PREFILL)
+        want = self.reference.delta_fold(
+            state, DeltaPending(old["k"], old["v"], old["log_g"]), np.array(commit, np.int32)
+        )
+        yield Result(f"delta_fold {sizes} N={tokens}", "float32", "", relative_error(found["state'"], want), 5e-5)
+
+    def conv(self, channels: int, tokens: int, commit: list[int]) -> Iterator[Result]:
+        b, rows = len(commit), 8
+        weight = DenseWeight(self.normal(channels, 1, 4))
+        x, tail, pending = self.half(b, tokens, channels), self.half(b, 3, channels), self.half(b, rows, channels)
+        feeds = {"x": x, "tail": tail, "pending": pending, "commit": np.array(commit, np.int32)}
+        ops = TensorRtOps()
+        values = {name: ops.input(name, feeds[name].shape, F16) for name in ("x", "tail", "pending")}
+        kept = ops.conv_commit(values["tail"], values["pending"], ops.input("commit", (b,), I32))
+        found = self.device.run(ops.graph({"out": ops.causal_conv(values["x"], kept, weight)}), feeds)
+        want_tail = self.reference.conv_commit(tail, pending, feeds["commit"])
+        want = self.reference.causal_conv(x.astype(np.float32), want_tail.astype(np.float32), weight)
+        yield Result(
+            f"causal_conv C={channels} N={tokens}", "float16 in", "", relative_error(found["out"], want), FLOAT_BOUND
+        )
+        yield Result("conv_commit tail", "float16", "", relative_error(found["tail'"], want_tail), 0.0)
+        yield Result("conv pending", "float16", "", relative_error(found["pending'"][:, :tokens], x), 0.0)
+
+    def all(self) -> Iterator[Result]:
+        yield from self.rows()
+        yield from self.quantized()
+        yield from self.tokens()
+        for kv in (KvDtype.FLOAT16, KvDtype.FP8):
+            yield from self.attend((4, 2, 64), 4, kv, [0, 17, 300])
+            yield from self.attend((16, 4, 128), 6, kv, [100, 0, 250, 506])
+            yield from self.attend((24, 4, 256), 6, kv, [127, 128])
+            yield from self.attend((4, 2, 64), 100, kv, [37])
+        tiny, large = (4, 8, 32, 32), (16, 48, 128, 128)
+        for sizes in (tiny, large):
+            yield from self.delta(sizes, 1, [0, 1, 3])
+            yield from self.delta(sizes, 6, [6, 0, 2, 5])
+            yield from self.delta(sizes, 6, [6, 1], closing=True)
+            yield from self.fold(sizes, 64, [64, 0, 33])
+        yield from self.delta(tiny, 64, [8, 0])
+        yield from self.conv(512, 4, [0, 3, 8])
+        yield from self.conv(10240, 6, [1, 6])
+
+
+def main(seed: int) -> int:
+    device = Device(level=0)
+    say(device.describe())
+    results = []
+    failed = 0
+    for result in Cases(device, seed).all():
+        is_good = result.error <= result.bound
+        failed += not is_good
+        results.append(result)
+        say(
+            f"{'ok  ' if is_good else 'FAIL'} {result.error:9.2e} <= {result.bound:.0e}  {result.op:44s} {result.dtype} {result.shape}"
+        )
+    save("op_parity.json", [vars(result) for result in results])
+    say(f"op parity: {len(results)} comparisons, {failed} failed, seed {seed}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1))

@@ -1,0 +1,56 @@
+"""Everything that needs a GPU, step by step, each in its own process under its own limit, logs as they come.
+
+    python bench/gpu/run_all.py [STEP ...]        results under $OUT (else the working directory)
+
+Without a GPU or a TensorRT library it says so and exits 0.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from bench.gpu.harness import ROOT
+from edgellm_worker.engine.errors import EngineFault
+from edgellm_worker.engine.runtime.cuda import Cuda
+from edgellm_worker.engine.trt import load_library
+
+STEPS = {
+    "parity": (["bench/gpu/op_parity.py"], 240),
+    "delta": (["bench/gpu/floors.py", "delta"], 90),
+    "generation": (["bench/gpu/generation.py"], 300),
+    "tiny": (["bench/gpu/floors.py", "tiny"], 240),
+    "dense": (["bench/gpu/floors.py", "dense"], 300),
+}
+
+
+def main(names: list[str]) -> int:
+    try:
+        library = load_library()
+        with Cuda() as cuda:
+            print(f"{cuda.name}, {cuda.architecture}, {library.name}", flush=True)
+    except EngineFault as error:
+        print(f"skipped: no GPU to run on ({error})")
+        return 0
+    failed = []
+    for name in names or list(STEPS):
+        arguments, limit_s = STEPS[name]
+        began = time.monotonic()
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/worker:{ROOT}/producer", "PYTHONUNBUFFERED": "1"}
+        try:
+            code = subprocess.run(
+                [sys.executable, *arguments], cwd=ROOT, env=environment, timeout=limit_s, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+        print(f"== {name}: exit {code} after {time.monotonic() - began:.0f} s", flush=True)
+        if code:
+            failed.append(name)
+    print(f"failed: {', '.join(failed) or 'nothing'}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,49 @@
+"""A builder in a process of its own: `python -m edgellm_worker.engine.build.child`, its order as JSON on stdin.
+
+    {"model_dir": ..., "spec": ..., "flavour": "tensorrt", "part": [i, n], "out": ...}
+
+It records the model's passes, compiles every n-th network from the i-th on, and writes `<key>.plan` files to `out`. A
+compiler that crashes, or is killed for memory, takes this process and not the worker's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edgellm_worker.engine.build.builder import Builder
+from edgellm_worker.engine.build.spec import EngineSpec
+from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
+from edgellm_worker.engine.errors import EngineFault
+from edgellm_worker.engine.models.registry import read_model
+from edgellm_worker.engine.trt import Flavour, load_library
+
+
+def compile_part(order: Mapping[str, Any]) -> int:
+    """-> how many networks were compiled. Raises `BuildError`, `CheckpointError`."""
+    spec = EngineSpec.read(order["spec"])
+    checkpoint = open_checkpoint(Path(order["model_dir"]), read_values=False)
+    model = read_model(checkpoint.model_config, checkpoint.base, checkpoint.draft)
+    segments = spec.segments(model, spec.reader())
+    builder = Builder(load_library(Flavour(order["flavour"])), spec.settings)
+    index, count = order["part"]
+    mine = sorted(segments)[index::count]
+    for key in mine:
+        Path(order["out"], f"{key}.plan").write_bytes(builder.compile(segments[key], spec.ranges))
+    return len(mine)
+
+
+def main() -> int:
+    try:
+        compile_part(json.load(sys.stdin))
+    except EngineFault as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

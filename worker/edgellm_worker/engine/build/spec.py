@@ -1,0 +1,66 @@
+"""What one TensorRT engine is built for: everything that its networks depend on, as data that a child can be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from edgellm_worker.engine.build.builder import BuildSettings, RowRange
+from edgellm_worker.engine.build.passes import Recorder, StateLayout
+from edgellm_worker.engine.build.profiles import row_ranges
+from edgellm_worker.engine.build.segments import Segment, cut
+from edgellm_worker.engine.build.weight_policy import WeightPolicy, WeightReader
+from edgellm_worker.engine.models.registry import Model
+from edgellm_worker.engine.ops.api import KvDtype
+from edgellm_worker.engine.trt import Target
+
+MODEL_CODE_VERSION = 1
+"""Raise it when recording or lowering changes what a plan computes: older bundles are then misses."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """`max_verify` is the longest verify pass, drafts + 1; 1 builds no draft head. Lengths in tokens."""
+
+    max_batch_size: int
+    max_kv_cache_capacity: int
+    max_verify: int
+    kv_dtype: KvDtype
+    prefill_chunk: int = 128
+    optimization_level: int | None = None
+    target: Target = Target.CURRENT
+    runs_fp8: bool = False
+    runs_fp4: bool = False
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> EngineSpec:
+        """From `as_json`."""
+        kinds = {"kv_dtype": KvDtype(given["kv_dtype"]), "target": Target(given["target"])}
+        return cls(**{**given, **kinds})
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "kv_dtype": self.kv_dtype.value, "target": self.target.value}
+
+    @property
+    def layout(self) -> StateLayout:
+        return StateLayout(self.max_batch_size, self.max_kv_cache_capacity, self.max_verify, self.kv_dtype)
+
+    @property
+    def settings(self) -> BuildSettings:
+        return BuildSettings(self.target, self.optimization_level)
+
+    @property
+    def ranges(self) -> tuple[RowRange, ...]:
+        return row_ranges(self.max_batch_size, self.max_verify, self.prefill_chunk)
+
+    def reader(self) -> WeightReader:
+        return WeightReader(WeightPolicy(self.runs_fp8, self.runs_fp4))
+
+    def segments(self, model: Model, reader: WeightReader) -> dict[str, Segment]:
+        """Every network this engine runs, by structural key."""
+        whole = model if self.max_verify > 1 else model.without_mtp()
+        found: dict[str, Segment] = {}
+        for graph in Recorder(whole, self.layout, reader).all(self.prefill_chunk).values():
+            found.update({step.key: step for step in cut(graph) if isinstance(step, Segment)})
+        return found
