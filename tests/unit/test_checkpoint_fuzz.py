@@ -1,5 +1,5 @@
 """Mutated headers and configs: no crash, no memory blow-up. Four seed folders: single and sharded, ModelOpt and
-compressed-tensors layouts. `make test` runs 1 000 cases, the soak run 24 000; EDGELLM_FUZZ_SEED picks another seed.
+compressed-tensors layouts. `make test` runs 500 cases, the soak run 24 000; EDGELLM_FUZZ_SEED picks another seed.
 """
 
 import logging
@@ -89,8 +89,8 @@ def test_the_seed_folders_are_sound(tmp_path):
         assert open_checkpoint(folder).draft is not None
 
 
-def test_1000_mutated_checkpoints(tmp_path):
-    fuzz(tmp_path, 1_000)
+def test_500_mutated_checkpoints(tmp_path):
+    fuzz(tmp_path, 500)
 
 
 @pytest.mark.soak

@@ -97,12 +97,14 @@ class WeightView:
     def _scalar(self, entry: TensorEntry) -> np.float32:
         return read_scalar(self._shards[entry.file], entry)
 
-    def _multiplier(self, source: LinearSource, leaf: str) -> np.float32 | None:
-        """A scale as a factor, whichever way round the form stores it; None where it is optional and absent."""
-        if leaf not in source.tensors:
-            return None
+    def _factor(self, source: LinearSource, leaf: str) -> np.float32:
+        """A scale to multiply by, whichever way round the form stores it."""
         value = self._scalar(source.tensors[leaf])
         return np.float32(1) / value if source.form.is_reciprocal else value
+
+    def _input_scale(self, source: LinearSource) -> np.float32 | None:
+        leaf = source.form.optional[0]
+        return self._factor(source, leaf) if leaf in source.tensors else None
 
     def _dense(self, source: LinearSource) -> DenseWeight:
         return DenseWeight(self._data(source.tensors[source.form.weight])[source.rows])
@@ -110,19 +112,16 @@ class WeightView:
     def _fp8(self, source: LinearSource) -> Fp8Weight:
         return Fp8Weight(
             data=self._data(source.tensors[source.form.weight])[source.rows],
-            scale=self._scalar(source.tensors[source.form.scalars[0]]),
-            input_scale=self._multiplier(source, source.form.optional[0]),
+            scale=self._factor(source, source.form.scalars[0]),
+            input_scale=self._input_scale(source),
         )
 
     def _nvfp4(self, source: LinearSource) -> Nvfp4Weight:
-        form = source.form
-        global_scale = self._multiplier(source, form.scalars[0])
-        assert global_scale is not None  # noqa: S101 - the form requires it, and that was checked
         return Nvfp4Weight(
-            data=self._data(source.tensors[form.weight])[source.rows],
+            data=self._data(source.tensors[source.form.weight])[source.rows],
             block_scale=self._data(source.tensors["weight_scale"])[source.rows],
-            global_scale=global_scale,
-            input_scale=self._multiplier(source, form.optional[0]),
+            global_scale=self._factor(source, source.form.scalars[0]),
+            input_scale=self._input_scale(source),
         )
 
 
