@@ -112,7 +112,7 @@ def draw_board(plot: Any, board: Board, source: Source, path: Path) -> None:
     plot.close(figure)
     from PIL import Image  # noqa: PLC0415 - comes with matplotlib
 
-    Image.open(path).convert("RGB").quantize(48).save(path, optimize=True)
+    Image.open(path).convert("RGB").quantize(160).save(path, optimize=True)
 
 
 def main() -> int:
