@@ -96,7 +96,7 @@ def redis_url(settings: Settings) -> Iterator[str]:
     try:
         with EmbeddedServer(settings.embedded_dir) as server:
             yield server.url
-    except EmbeddedServerError as error:
+    except (EmbeddedServerError, ImportError) as error:
         raise ConfigError([f"--embedded: {error}"]) from error
 
 

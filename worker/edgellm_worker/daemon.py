@@ -169,7 +169,9 @@ class Daemon:
     async def _something_happens(self) -> None:
         now = self._clock()
         forming = self._former.next_wake(now, self._view())
-        times = [self._grace_ends_at, self._rows.next_deadline_at(), None if forming is None else now + forming]
+        # Once the grace is over only the ends of the reader and of a starting batch are waited for: both wake the loop.
+        grace_ends_at = self._grace_ends_at if self._grace_ends_at is not None and self._grace_ends_at > now else None
+        times = [grace_ends_at, self._rows.next_deadline_at(), None if forming is None else now + forming]
         next_at = min((at for at in times if at is not None), default=None)
         try:
             async with asyncio.timeout(None if next_at is None else max(0.0, next_at - now)):
