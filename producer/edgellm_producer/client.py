@@ -14,13 +14,13 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self
 
-from edgellm_producer.connect import LinkOptions, connect
+from edgellm_producer.connect import Commands, LinkOptions
 from edgellm_producer.envelope import Envelope, seal
 from edgellm_producer.errors import EdgellmError, JobRejected, QueueFull, QueueUnreachable, UnknownJob
 from edgellm_producer.job import CancelOutcome, JobState, JobStatus, SubmittedJob
-from edgellm_producer.keys import Keys
+from edgellm_producer.keys import Keys, new_job_ids
 from edgellm_producer.reader import BLOCK_MARGIN_S, BLOCK_MS, Feed, ReplyReader
 from edgellm_producer.scripts import run, script
 from edgellm_producer.wire import ErrorCode, ErrorInfo, FinishReason, Reply, Status, encode
@@ -67,11 +67,11 @@ class Producer:
         self.keys = Keys(queue)
         options = LinkOptions(timeout_s=timeout_s, retries=COMMAND_RETRIES, password=password)
         with _mapped_errors():
-            self._client = connect(url, options)
-            self._blocked = connect(
+            self._commands = Commands(url, options)
+            self._blocked = Commands(
                 url, LinkOptions(timeout_s=BLOCK_MS / 1000 + BLOCK_MARGIN_S, max_connections=1, password=password)
             )
-        self._reader = ReplyReader(self._blocked, self._client)
+        self._reader = ReplyReader(self._blocked, self._commands)
 
     async def __aenter__(self) -> Self:
         return self
@@ -83,8 +83,8 @@ class Producer:
 
     async def close(self) -> None:
         await self._reader.close()
-        await self._blocked.aclose()
-        await self._client.aclose()
+        await self._blocked.close()
+        await self._commands.close()
 
     async def submit(self, prompt: str | None = None, **fields: Any) -> SubmittedJob:
         """Enqueue one job. `fields` are those of `wire.Job`: messages, max_tokens, temperature, stream, timeout_s, ...
@@ -100,7 +100,9 @@ class Producer:
 
         All are validated before the first is sent. `QueueFull` says which ids had got in before the bound.
         """
-        envelopes = [seal(fields) for fields in jobs]
+        bodies = list(jobs)
+        ids = new_job_ids(len(bodies))
+        envelopes = [seal({"id": job_id, **fields}) for job_id, fields in zip(ids, bodies, strict=True)]
         submitted: list[SubmittedJob] = []
         for chunk in _chunks(envelopes):
             answers = await self._run("submit", [word for envelope in chunk for word in envelope.arguments()])
@@ -184,17 +186,17 @@ class Producer:
         except EdgellmError as error:
             return MapOutcome(index, None, error)
 
-    async def call(self, *words: str | int) -> Any:
+    async def call(self, *words: str | bytes | int) -> Any:
         """One plain command, for the modules beside this one."""
         with _mapped_errors():
-            return await cast("Any", self._client).execute_command(*words)
+            return await self._commands.execute(*words)
 
     def feed(self, job_id: str) -> AbstractContextManager[Feed]:
         return self._reader.feed(self.keys.reply(job_id))
 
     async def _run(self, name: str, args: Sequence[str | bytes | int]) -> Any:
         with _mapped_errors():
-            return await run(self._client, script(name), self.keys.config, args)
+            return await run(self._commands.execute, script(name), self.keys.config, args)
 
 
 def _chunks(envelopes: Sequence[Envelope]) -> Iterator[list[Envelope]]:

@@ -5,7 +5,7 @@ Each was answered when it was given up; trying it again makes a new job, with a 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -39,7 +39,9 @@ class DeadLetter:
         return unpack(self.envelope)
 
 
-def _parsed(entry_id: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
+def _parsed(entry_id: bytes, flat: Sequence[bytes]) -> DeadLetter:
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+
     def text(name: bytes) -> str:
         return fields.get(name, b"").decode("utf-8", "replace")
 

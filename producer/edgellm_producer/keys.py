@@ -94,10 +94,18 @@ class Keys:
         return f"{self.prefix}events"
 
 
+def new_job_ids(count: int) -> list[str]:
+    """UUIDv7 (RFC 9562 section 5.7): they sort by creation time, 74 random bits each."""
+    milliseconds = (time.time_ns() // 1_000_000) << 80
+    noise = secrets.token_bytes(10 * count)
+    return [_uuid7(milliseconds, int.from_bytes(noise[i : i + 10])) for i in range(0, 10 * count, 10)]
+
+
 def new_job_id() -> str:
-    """A UUIDv7 (RFC 9562 section 5.7): sorts by creation time, 74 random bits."""
-    value = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
-    value = value & ~(0xF << 76) | 0x7 << 76
-    value = value & ~(0x3 << 62) | 0x2 << 62
+    return new_job_ids(1)[0]
+
+
+def _uuid7(milliseconds: int, noise: int) -> str:
+    value = milliseconds | noise & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62
     text = f"{value:032x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

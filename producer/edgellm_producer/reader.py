@@ -11,12 +11,13 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
+
+from edgellm_producer.connect import BACK_OFF_S, Commands
 
 BLOCK_MS: Final = 1000
 BLOCK_MARGIN_S: Final = 2.0
 UNBLOCK_AGAIN_S: Final = 0.005
-BACK_OFF_S: Final = (0.05, 0.2, 0.5, 1.0)
 
 
 class ReplyEntry(NamedTuple):
@@ -51,9 +52,9 @@ class Feed:
 
 
 class ReplyReader:
-    """`blocked` is a client with one connection for the read alone; `control` sends the interrupts."""
+    """`blocked` has one connection, for the read alone; `control` sends the interrupts."""
 
-    def __init__(self, blocked: Any, control: Any) -> None:
+    def __init__(self, blocked: Commands, control: Commands) -> None:
         self._blocked = blocked
         self._control = control
         self._feeds: dict[bytes, Feed] = {}
@@ -96,7 +97,7 @@ class ReplyReader:
 
         try:
             while self._is_blocked and self._num_changes_read != self._num_changes and self._client_id is not None:
-                await self._control.client_unblock(self._client_id)
+                await self._control.execute("CLIENT", "UNBLOCK", self._client_id)
                 await asyncio.sleep(UNBLOCK_AGAIN_S)
         except (RedisError, OSError):
             pass  # the read ends by itself within BLOCK_MS
@@ -114,7 +115,7 @@ class ReplyReader:
                 continue
             try:
                 if self._client_id is None:
-                    self._client_id = int(await self._blocked.client_id())
+                    self._client_id = int(await self._blocked.execute("CLIENT", "ID"))
                 await self._read_once()
                 failures = 0
             except (RedisError, OSError):
@@ -126,18 +127,19 @@ class ReplyReader:
         reading = {name: feed for name, feed in self._feeds.items() if not feed.is_done}
         if not reading:
             return  # they left while the connection was made
-        positions = {name: feed.position for name, feed in reading.items()}
         self._num_changes_read = self._num_changes
         self._is_blocked = True
         try:
-            reply = await self._blocked.xread(positions, block=BLOCK_MS)
+            reply = await self._blocked.execute(
+                "XREAD", "BLOCK", BLOCK_MS, "STREAMS", *reading, *(feed.position for feed in reading.values())
+            )
         finally:
             self._is_blocked = False
         for name, entries in reply or ():
             feed = reading[name]
             for entry_id, fields in entries:
-                for kind, payload in fields.items():
-                    feed.put(entry_id, ReplyEntry(kind == b"done", payload))
+                kind, payload = fields[:2]
+                feed.put(entry_id, ReplyEntry(kind == b"done", payload))
 
     async def close(self) -> None:
         """A blocked read is not cancelled but interrupted: a cancelled one leaves its connection in the middle."""

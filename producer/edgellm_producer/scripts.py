@@ -8,7 +8,7 @@ NOSCRIPT without having done anything, and gets the source.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -39,14 +39,17 @@ def script(name: str) -> Script:
     return compose(name, read_lua(PACKAGE, name))
 
 
-async def run(client: Any, wanted: Script, config_key: str, args: Sequence[str | bytes | int]) -> Any:
-    """Run on an asyncio client. The caller declares the one key that is known: the rest shares its hash tag."""
+Execute = Callable[..., Awaitable[Any]]
+
+
+async def run(execute: Execute, wanted: Script, config_key: str, args: Sequence[str | bytes | int]) -> Any:
+    """Run through `Commands.execute`. The one key that is always known is declared: the rest shares its hash tag."""
     from redis.exceptions import NoScriptError  # noqa: PLC0415 - importing redis costs more than this whole package
 
     try:
-        return await client.evalsha(wanted.digest, 1, config_key, *args)
+        return await execute("EVALSHA", wanted.digest, 1, config_key, *args)
     except NoScriptError:
-        return await client.eval(wanted.source, 1, config_key, *args)
+        return await execute("EVAL", wanted.source, 1, config_key, *args)
 
 
 def run_blocking(client: Any, wanted: Script, config_key: str, args: Sequence[str | bytes | int]) -> Any:

@@ -25,9 +25,11 @@ local function is_set(value) return value and value ~= '' end
 -- Everything that waits or runs: lanes hold their entries in flight too, as finishing deletes them.
 local function queue_length()
   local total = redis.call('ZCARD', P .. 'delayed')
-  for _, lane in ipairs(LANES) do
-    total = total + redis.call('XLEN', lane_key(lane))
-    total = total + (tonumber(redis.call('HGET', tenants_key(lane), '*')) or 0)
+  for _, lane in ipairs(LANES) do total = total + redis.call('XLEN', lane_key(lane)) end
+  if redis.call('EXISTS', tenants_key('high'), tenants_key('normal'), tenants_key('low')) > 0 then
+    for _, lane in ipairs(LANES) do
+      total = total + (tonumber(redis.call('HGET', tenants_key(lane), '*')) or 0)
+    end
   end
   return total
 end
@@ -85,7 +87,7 @@ local function drop_delayed(id)
   until cursor == '0'
 end
 
--- Remove every trace of a job but its answer.
+-- Remove every trace of a job but its answer. Returns the entry that went with it, if there was one.
 local function forget(id, status)
   local job = redis.call('HMGET', job_key(id), 'at', 'lane', 'entry', 'tenant', 'dedup', 'deadline')
   local at, lane, entry, tenant, dedup, deadline = job[1], job[2], job[3], job[4], job[5], job[6]
@@ -107,21 +109,22 @@ local function forget(id, status)
     end
   end
   redis.call('DEL', job_key(id), P .. 'cancel:' .. id)
+  return at == 'lane' and entry or nil
 end
 
--- The fence. The first answer becomes visible, whoever gives it; true for it, also when its sender repeats itself.
+-- The fence. The first answer becomes visible, whoever gives it. Returns whether this one is visible (true also when its
+-- sender repeats itself), whether it became so now, and the entry that went with the job.
 -- The reply is written before the fence: a refused write (out of memory, wrong type) leaves the job unanswered.
 local function answer(id, status, token, payload, ttl_ms)
   local value = status .. ' ' .. token
   local done = redis.call('GET', P .. 'done:' .. id)
   if done then
-    forget(id, string.match(done, '^(%S+)'))
-    return done == value
+    local entry = forget(id, string.match(done, '^(%S+)'))
+    return done == value, false, entry
   end
   local reply = P .. 'reply:' .. id
   redis.call('XADD', reply, '*', 'done', payload)
   redis.call('PEXPIRE', reply, ttl_ms)
   redis.call('SET', P .. 'done:' .. id, value, 'NX', 'PX', text(math.max(DAY_MS, tonumber(ttl_ms) + 3600000)))
-  forget(id, status)
-  return true
+  return true, true, forget(id, status)
 end

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from edgellm_producer.connect import LinkOptions, connect
+from edgellm_producer.connect import LinkOptions, make_pool
 from edgellm_producer.keys import Keys
 from edgellm_worker.queue.config import QueueConfig
 
@@ -21,10 +22,8 @@ class EventListener:
     def __init__(self, config: QueueConfig, on_event: Callable[[str, str], None]) -> None:
         self._channel = Keys(config.queue).events
         self._on_event = on_event
-        self._client = connect(
-            config.url,
-            LinkOptions(timeout_s=config.command_timeout_s, max_connections=1, password=config.password),
-        )
+        options = LinkOptions(password=config.password)
+        self._client = Redis.from_pool(make_pool(config.url, options, config.command_timeout_s))
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 

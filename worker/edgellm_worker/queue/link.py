@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from edgellm_producer.connect import LinkOptions, connect
+from edgellm_producer.connect import Commands, LinkOptions
 from edgellm_producer.keys import Keys
 from edgellm_producer.scripts import run
 from edgellm_worker.queue.config import QueueConfig
@@ -35,12 +35,12 @@ class Link:
         self._config_key = Keys(config.queue).config
         self.num_reconnects = 0
         self._is_down = False
-        self.client = connect(config.url, LinkOptions(timeout_s=config.command_timeout_s, password=config.password))
+        self._commands = Commands(config.url, LinkOptions(timeout_s=config.command_timeout_s, password=config.password))
 
     async def run(self, name: str, args: Sequence[str | bytes | int]) -> Any:
         try:
             with mapped_errors():
-                reply = await run(self.client, script(name), self._config_key, args)
+                reply = await run(self._commands.execute, script(name), self._config_key, args)
         except QueueUnavailable:
             self._is_down = True
             raise
@@ -50,15 +50,16 @@ class Link:
         self._clock.touch()
         return reply
 
-    async def info(self, section: str) -> dict[str, Any]:
+    async def info(self, section: str) -> dict[str, str]:
         with mapped_errors():
-            reply: dict[str, Any] = await self.client.info(section)
+            reply: bytes = await self._commands.execute("INFO", section)
         self._clock.touch()
-        return reply
+        lines = (line.partition(":") for line in reply.decode().splitlines() if ":" in line)
+        return {name: value for name, _, value in lines}
 
     async def close(self) -> None:
         with mapped_errors():
-            await self.client.aclose()
+            await self._commands.close()
 
 
 class Waiter:
@@ -74,31 +75,43 @@ class Waiter:
         self._clock = clock
         self._block_ms = config.block_ms
         self._lanes = Keys(config.queue).lanes
-        self._client = connect(
+        self._commands = Commands(
             config.url,
             LinkOptions(
                 timeout_s=config.block_ms / 1000 + self.BLOCK_MARGIN_S, max_connections=1, password=config.password
             ),
         )
         self._read: asyncio.Task[None] | None = None
+        self._is_blocked = False
+
+    @property
+    def is_blocked(self) -> bool:
+        """A read is under way, and nothing has come since its ids."""
+        return self._is_blocked
 
     def reading(self, last_ids: Sequence[str]) -> asyncio.Task[None]:
         """The read in progress, or a new one from these ids."""
         if self._read is None or self._read.done():
-            self._read = asyncio.create_task(self._block(dict(zip(self._lanes, last_ids, strict=True))))
+            self._read = asyncio.create_task(self._block(last_ids))
         return self._read
 
-    async def _block(self, position: dict[str, str]) -> None:
+    async def _block(self, last_ids: Sequence[str]) -> None:
+        self._is_blocked = True
         try:
-            await self._client.xread(position, count=1, block=self._block_ms)  # type: ignore[arg-type]
+            await self._commands.execute(
+                "XREAD", "COUNT", 1, "BLOCK", self._block_ms, "STREAMS", *self._lanes, *last_ids
+            )
         except (RedisError, OSError):
+            self._is_blocked = False
             await asyncio.sleep(self.BACK_OFF_S)  # `take` is who reports it
         else:
             self._clock.touch()
+        finally:
+            self._is_blocked = False
 
     async def close(self) -> None:
         """Waits for the read to end: its block time at most."""
         if self._read is not None:
             await self._read
         with mapped_errors():
-            await self._client.aclose()
+            await self._commands.close()

@@ -58,6 +58,7 @@ class RedisQueue:
         self._last_ids: list[str] = ["0-0"] * len(Priority)
         self._turn = 0
         self._must_recover = False
+        self._is_drained = False  # the last take got all there was; the blocked read tells of anything since
         self._reclaimed_at = float("-inf")
         self._deltas: list[tuple[Delivery, Delta, asyncio.Future[bool]]] = []
         self._flusher: asyncio.Task[None] | None = None
@@ -107,6 +108,8 @@ class RedisQueue:
             return []
         now = time.monotonic()
         reclaims = now - self._reclaimed_at >= self._config.reclaim_interval_s
+        if self._is_drained and self._waiter.is_blocked and not (reclaims or self._must_recover):
+            return []
         recovers, self._must_recover = self._must_recover, True  # until the reply is safely here
         args: list[str | bytes | int] = [
             self.consumer,
@@ -123,6 +126,8 @@ class RedisQueue:
         self._must_recover = False
         self._turn = (self._turn + 1) % 6
         self._last_ids = [item.decode() for item in last_ids]
+        self._is_drained = len(raw_rows) < count
+        self._waiter.reading(self._last_ids)
         self._num_reclaimed += num_reclaimed
         if reclaims:
             self._reclaimed_at = now

@@ -3,19 +3,20 @@
 local consumer, max_attempts, max_kills = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 
 local function begin(lane, entry, id)
-  local done = redis.call('GET', P .. 'done:' .. id)
-  if done then
-    forget(id, string.match(done, '^(%S+)'))
+  local flags = redis.call('MGET', P .. 'done:' .. id, P .. 'cancel:' .. id)
+  if flags[1] then
+    forget(id, string.match(flags[1], '^(%S+)'))
     drop_entry(lane, entry)
     return 'lost'
   end
   if owner(lane, entry) ~= consumer then return 'lost' end
-  if redis.call('EXISTS', P .. 'cancel:' .. id) == 1 then return 'cancelled' end
+  if flags[2] then return 'cancelled' end
   local job = redis.call('HMGET', job_key(id), 'begun', 'attempt', 'kills')
+  local attempt = tonumber(job[2]) or 0
   if job[1] == consumer then return 'started' end
-  if (tonumber(job[2]) or 0) >= max_attempts or (tonumber(job[3]) or 0) >= max_kills then return 'exhausted' end
-  redis.call('HINCRBY', job_key(id), 'attempt', 1)
-  redis.call('HSET', job_key(id), 'begun', consumer, 'at', 'lane', 'lane', lane, 'entry', entry)
+  if attempt >= max_attempts or (tonumber(job[3]) or 0) >= max_kills then return 'exhausted' end
+  redis.call('HSET', job_key(id), 'attempt', text(attempt + 1), 'begun', consumer, 'at', 'lane', 'lane', lane,
+             'entry', entry)
   return 'started'
 end
 

@@ -22,9 +22,9 @@ local function entry_ms(entry) return string.match(entry, '^(%d+)') end
 local function delivery_row(lane, entry, fields)
   local id, envelope = field(fields, 'id'), field(fields, 'job')
   if not id then return {lane, entry, '', envelope or '', entry_ms(entry), '0', '0', '', '', '', 0, 0, '0'} end
-  local done = redis.call('GET', P .. 'done:' .. id)
-  if done then
-    forget(id, string.match(done, '^(%S+)'))
+  local flags = redis.call('MGET', P .. 'done:' .. id, P .. 'cancel:' .. id)
+  if flags[1] then
+    forget(id, string.match(flags[1], '^(%S+)'))
     drop_entry(lane, entry)
     return nil
   end
@@ -35,5 +35,5 @@ local function delivery_row(lane, entry, fields)
     return nil
   end
   return {lane, entry, id, envelope or '', job[2] or entry_ms(entry), job[3] or '0', job[4] or '0', job[5] or '',
-          job[6] or '', job[7] or '', redis.call('EXISTS', P .. 'cancel:' .. id), job[8] and 1 or 0, job[9] or '0'}
+          job[6] or '', job[7] or '', flags[2] and 1 or 0, job[8] and 1 or 0, job[9] or '0'}
 end

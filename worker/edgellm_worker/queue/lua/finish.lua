@@ -11,16 +11,15 @@ end
 
 for i = 3, #ARGV, 10 do
   local lane, entry, id, reason = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 7]
-  local fresh
-  if id == '' then
-    fresh = #redis.call('XRANGE', lane_key(lane), entry, entry) == 1
+  local visible, is_first, dropped
+  if id ~= '' then
+    visible, is_first, dropped = answer(id, ARGV[i + 3], ARGV[i + 4], ARGV[i + 6], ARGV[i + 5])
   else
-    fresh = redis.call('EXISTS', P .. 'done:' .. id) == 0
+    is_first = #redis.call('XRANGE', lane_key(lane), entry, entry) == 1
+    visible = is_first
   end
-  local visible = fresh
-  if id ~= '' then visible = answer(id, ARGV[i + 3], ARGV[i + 4], ARGV[i + 6], ARGV[i + 5]) end
-  if fresh and reason ~= '' then bury(lane, id, reason, ARGV[i + 8], ARGV[i + 9]) end
-  if entry ~= '' then drop_entry(lane, entry) end
+  if is_first and reason ~= '' then bury(lane, id, reason, ARGV[i + 8], ARGV[i + 9]) end
+  if entry ~= '' and entry ~= dropped then drop_entry(lane, entry) end
   out[#out + 1] = visible and 1 or 0
 end
 return out

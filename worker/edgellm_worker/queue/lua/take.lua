@@ -14,7 +14,10 @@ local function deliver(lane, entry, fields)
   end
 end
 
-for _, lane in ipairs(LANES) do last[lane] = last_delivered(lane) end
+-- An empty lane has nothing to read; its group matters only to those who look through what is pending.
+for _, lane in ipairs(LANES) do
+  if ARGV[6] == '1' or ARGV[7] == '1' or redis.call('XLEN', lane_key(lane)) > 0 then last[lane] = last_delivered(lane) end
+end
 
 -- A read whose reply was lost left its entries under this consumer's name.
 if ARGV[7] == '1' then
@@ -87,7 +90,7 @@ local function read(number, count)
     last[lane] = entry[1]
     deliver(lane, entry[1], entry[2])
   end
-  peek(number)
+  if #reply[1][2] < count then heads[number] = nil elseif remaining > 0 then peek(number) end
 end
 
 for number = 1, #LANES do peek(number) end
