@@ -82,6 +82,10 @@ class Keys:
         return f"{self.prefix}delayed"
 
     @property
+    def deadlines(self) -> str:
+        return f"{self.prefix}deadlines"
+
+    @property
     def dead(self) -> str:
         return f"{self.prefix}dead"
 
