@@ -41,12 +41,12 @@ class Recorded:
     logit_gaps: tuple[float, ...]
     mtp_draft_ids: tuple[int, ...]
 
-    def difference(self, token_ids: Sequence[int]) -> str | None:
-        """Where the text first differs and how large the recorded gap is there; None when it does not."""
+    def difference(self, token_ids: Sequence[int], length: int) -> str | None:
+        """Where at most `length` tokens first differ, and the recorded gap there; None when they do not."""
         for i, (got, wanted) in enumerate(zip(token_ids, self.generated_ids, strict=False)):
             if got != wanted:
                 return f"{self.name}: token {i} is {got}, recorded {wanted} at a logit gap of {self.logit_gaps[i]}"
-        if len(token_ids) != len(self.generated_ids):
+        if len(token_ids) != min(length, len(self.generated_ids)):
             return f"{self.name}: {len(token_ids)} tokens, recorded {len(self.generated_ids)}"
         return None
 

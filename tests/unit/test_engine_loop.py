@@ -102,7 +102,7 @@ def test_500_equal_tokens_prefill_alike_in_chunks_of_any_size():
     whole = hidden_states(model, ops, ids)
     assert np.isfinite(whole).all()
     request = GenerationRequest((77,) * 500, 12)
-    texts = {generate(tiny_engine(1, 3, chunk=chunk), [request])[0] for chunk in (4, 64, 500)}
+    texts = {generate(tiny_engine(1, 3, chunk=chunk), [request])[0] for chunk in (8, 500)}
     assert len(texts) == 1
 
 
