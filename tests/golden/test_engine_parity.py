@@ -144,7 +144,7 @@ def test_leaving_drafted_entries_in_the_heads_cache_is_caught_by_later_rounds():
 
 def test_feeding_the_head_its_output_before_the_norm_is_caught():
     """Acceptance barely falls with this fault; the recorded draft ids show it."""
-    chosen = short_prompts()[14:20]  # the fault shows in four of these six, and in one more of all 24
+    chosen = short_prompts()[14:20]  # the fault shows in four of these six, and in one more of the short ones
     wrong = [
         prompt.name
         for prompt in chosen

@@ -103,6 +103,29 @@ async def test_an_exception_of_a_step_loses_its_rows_and_the_engine_goes_on():
     await handle.close()
 
 
+class _CannotClear(WatchedExecutor):
+    num_left = 1
+
+    def clear(self, slot):
+        if self.num_left:
+            self.num_left -= 1
+            raise MemoryError("no room for row state")
+        self._inner.clear(slot)
+
+
+async def test_an_exception_while_a_row_is_added_refuses_that_row_and_frees_its_slot():
+    engine = tiny_engine(1, 3)
+    watch(engine, _CannotClear)
+    handle = ThreadEngineHandle(engine)
+    handle.add(1, greedy(PROMPTS[0], 8))
+    (refused,) = (await next_event(handle)).updates
+    assert (refused.row_id, refused.finish_reason) == (1, FinishReason.ERROR)
+    assert "no room" in refused.error
+    handle.add(2, greedy(PROMPTS[1], 8))
+    assert tuple((await collect(handle, {2}))[2]) == PROMPTS[1].generated_ids[:8]
+    await handle.close()
+
+
 async def test_close_drops_running_rows_and_ends_the_thread():
     handle = ThreadEngineHandle(tiny_engine(1, 3))
     handle.add(1, greedy(PROMPTS[0], 60))

@@ -120,10 +120,17 @@ class ThreadEngineHandle:
         try:
             self._engine.add(row_id, request)
         except (RequestError, CapacityError) as error:
-            refused = RowUpdate(row_id, finish_reason=FinishReason.ERROR, error=str(error))
-            self._post(StepReport((refused,), len(self._row_ids), {}, 0, 0, 0))
-            return
-        self._row_ids.add(row_id)
+            self._refuse(row_id, str(error))
+        except Exception as error:
+            log.exception("the engine could not add row %d", row_id)
+            self._engine.remove(row_id)
+            self._refuse(row_id, f"{type(error).__name__}: {error}")
+        else:
+            self._row_ids.add(row_id)
+
+    def _refuse(self, row_id: int, reason: str) -> None:
+        refused = RowUpdate(row_id, finish_reason=FinishReason.ERROR, error=reason)
+        self._post(StepReport((refused,), len(self._row_ids), {}, 0, 0, 0))
 
     def _remove(self, row_id: int) -> None:
         self._engine.remove(row_id)
