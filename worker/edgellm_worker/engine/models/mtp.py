@@ -38,7 +38,7 @@ class Mtp:
 
         -> (y [B, N, D] after the norm, the cache with these entries in it).
         """
-        at = positions(ops, self.config, ids, start, start)
+        at = positions(ops, self.config, ids, start, commit=start)  # attention commits by overwriting: unused
         embedded = self.embedding_norm.run(ops, ops.embed(self.embedding, ids))
         x = self.fc.run(ops, ops.concat((embedded, self.hidden_norm.run(ops, hidden))))
         y, cache = self.layer.run(ops, x, cache, at)
