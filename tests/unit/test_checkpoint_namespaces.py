@@ -227,6 +227,8 @@ def test_settings_spelled_with_another_prefix_than_the_tensors(tmp_path):
     checkpoint = open_quick(maker)
     assert isinstance(checkpoint.base.weight(DOWN), Nvfp4Weight)
     assert isinstance(checkpoint.draft.weight(DOWN), DenseWeight)
+    claims = {key[0]: source.claimed for key, source in checkpoint.base._resolution.linears.items() if key[1] == DOWN}
+    assert claims == {"base": "NVFP4", "mtp": None}
 
 
 @pytest.mark.parametrize("encode", [None, encode_fp8, encode_nvfp4])

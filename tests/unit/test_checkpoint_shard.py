@@ -133,8 +133,11 @@ def test_overlapping_offsets(tmp_path):
 
 
 def test_a_tensor_inside_another(tmp_path):
-    header = {"a": f32(0, 16), "b": f32(4, 8)}
-    assert header_problems(tmp_path, header, 16) == [f"{FILE}: b: overlaps a by 4 bytes"]
+    header = {"a": f32(0, 16), "b": f32(4, 8), "c": f32(8, 12)}
+    assert header_problems(tmp_path, header, 16) == [
+        f"{FILE}: b: overlaps a by 4 bytes",
+        f"{FILE}: c: overlaps a by 4 bytes",
+    ]
 
 
 def test_holes_and_trailing_bytes(tmp_path):

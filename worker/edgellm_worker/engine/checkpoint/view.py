@@ -89,7 +89,7 @@ class WeightView:
         )
 
     def _is_tied_head(self, name: str) -> bool:
-        return name == "lm_head" and self._model.config.has_tied_head and self.base is None
+        return name == "lm_head" and self._model.config.has_tied_head
 
     def _data(self, entry: TensorEntry) -> Array:
         return self._shards[entry.file].array(entry)
