@@ -1,6 +1,5 @@
 """`inspect` on the exported fixtures, as tables and as JSON."""
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -8,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import edgellm_worker
+from edgellm_worker.cli.main import main
 from edgellm_worker.errors import ExitCode
-from edgellm_worker.inspect_command import add_arguments, run_inspect
 from tests.support.checkpoint_files import FolderMaker
 
 QUANTIZED = Path(__file__).parents[1] / "golden" / "quantized"
@@ -27,9 +26,7 @@ EXPECTED = {
 
 
 def inspect(capsys, *argv: str) -> tuple[ExitCode, str]:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    code = run_inspect(parser.parse_args(argv))
+    code = main(["inspect", *argv])
     return code, capsys.readouterr().out
 
 

@@ -32,6 +32,11 @@ COMMANDS: Final = (
         _ONE_THREAD,
     ),
     Command("serve", "edgellm_worker.cli.serve", "run the worker"),
+    Command(
+        "inspect",
+        "edgellm_worker.cli.inspect",
+        "what a checkpoint is: quantization, namespaces, KV cache, MTP, problems",
+    ),
     Command("build", "edgellm_worker.cli.build", "build an engine's bundle ahead of time"),
     Command("check", "edgellm_worker.cli.check", "validate everything `serve` needs, then exit"),
 )

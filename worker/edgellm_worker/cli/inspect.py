@@ -11,7 +11,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,14 +22,13 @@ from rich.text import Text
 from edgellm_worker.engine.checkpoint.report import CheckpointReport, ModuleReport, report_checkpoint
 from edgellm_worker.errors import ExitCode
 
-HELP: Final = "what a checkpoint is: quantization, namespaces, KV cache, MTP, problems"
 PIPE_WIDTH: Final = 120
 MAX_LISTED: Final = 12
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", type=Path, help="checkpoint folder (Hugging Face layout)")
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     parser.add_argument(
@@ -37,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_inspect(args: argparse.Namespace) -> ExitCode:
-    report = report_checkpoint(args.model.expanduser(), read_values=not args.headers_only)
-    if args.json:
+def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:  # noqa: ARG001 - every command gets it
+    report = report_checkpoint(arguments.model.expanduser(), read_values=not arguments.headers_only)
+    if arguments.json:
         document = {**dataclasses.asdict(report), "can_run": report.can_run}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
