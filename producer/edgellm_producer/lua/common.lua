@@ -112,6 +112,17 @@ local function forget(id, status)
   return at == 'lane' and entry or nil
 end
 
+-- Whatever else lies under the key of a reply was put there by a stranger: it goes. Any other refusal stands.
+local function add_to_reply(id, kind, payload, ttl_ms)
+  local reply = P .. 'reply:' .. id
+  if redis.pcall('XADD', reply, '*', kind, payload).err then
+    local kind_there = redis.call('TYPE', reply).ok
+    if kind_there ~= 'stream' and kind_there ~= 'none' then redis.call('DEL', reply) end
+    redis.call('XADD', reply, '*', kind, payload)
+  end
+  redis.call('PEXPIRE', reply, ttl_ms)
+end
+
 -- The fence. The first answer becomes visible, whoever gives it. Returns whether this one is visible (true also when its
 -- sender repeats itself), whether it became so now, and the entry that went with the job.
 -- The reply is written before the fence: a refused write (out of memory, wrong type) leaves the job unanswered.
@@ -122,9 +133,7 @@ local function answer(id, status, token, payload, ttl_ms)
     local entry = forget(id, string.match(done, '^(%S+)'))
     return done == value, false, entry
   end
-  local reply = P .. 'reply:' .. id
-  redis.call('XADD', reply, '*', 'done', payload)
-  redis.call('PEXPIRE', reply, ttl_ms)
+  add_to_reply(id, 'done', payload, ttl_ms)
   redis.call('SET', P .. 'done:' .. id, value, 'NX', 'PX', text(math.max(DAY_MS, tonumber(ttl_ms) + 3600000)))
   return true, true, forget(id, status)
 end

@@ -4,8 +4,7 @@ for i = 2, #ARGV, 5 do
   local id = ARGV[i + 2]
   local written = 0
   if redis.call('EXISTS', P .. 'done:' .. id) == 0 and owner(ARGV[i], ARGV[i + 1]) == consumer then
-    redis.call('XADD', P .. 'reply:' .. id, '*', 'delta', ARGV[i + 4])
-    redis.call('PEXPIRE', P .. 'reply:' .. id, ARGV[i + 3])
+    add_to_reply(id, 'delta', ARGV[i + 4], ARGV[i + 3])
     written = 1
   end
   out[#out + 1] = written

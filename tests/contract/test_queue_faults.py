@@ -1,0 +1,388 @@
+"""Networks and servers that break: replies that are lost, connections that are cut, servers that refuse or restart."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import pytest
+
+from edgellm_producer import Delta, Producer, QueueUnreachable, ResultTimeout, Status, UnknownJob
+from edgellm_producer.keys import GROUP
+from edgellm_worker.queue.api import BeginOutcome
+from edgellm_worker.queue.errors import QueueUnavailable
+from edgellm_worker.queue.redis_queue import RedisQueue
+from edgellm_worker.queue.scripts import script
+from tests.support.proxy import Proxy, proxy_to
+from tests.support.queue_rig import NORMAL, Rig, ids, ok, open_rig, until
+from tests.support.redis_server import RedisServer
+
+T = TypeVar("T")
+StartServer = Callable[..., RedisServer]
+
+
+@pytest.fixture
+async def proxy(default_server: RedisServer) -> AsyncIterator[Proxy]:
+    async with proxy_to(default_server.socket_path) as started:
+        yield started
+
+
+async def eventually(call: Callable[[], object], timeout_s: float = 10.0) -> object:
+    """Repeat what the daemon would repeat, until Redis takes it."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            try:
+                return await call()  # type: ignore[misc]
+            except QueueUnavailable:
+                await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def answering(worker: RedisQueue) -> AsyncIterator[None]:
+    """A daemon in ten lines: takes, begins, answers, and tries again what Redis refused."""
+    closing = False
+
+    async def serve() -> None:
+        while not closing:
+            deliveries = await eventually(lambda: worker.take(8))
+            if not deliveries:
+                await worker.wait(0.1)
+                continue
+            outcomes = await eventually(lambda d=deliveries: worker.begin(d))  # type: ignore[misc]
+            started = [d for d, o in zip(deliveries, outcomes, strict=True) if o is BeginOutcome.STARTED]  # type: ignore[call-overload]
+            await eventually(lambda s=started: worker.finish([ok(d, d.job.prompt or "") for d in s]))  # type: ignore[misc]
+
+    task = asyncio.create_task(serve())
+    try:
+        yield
+    finally:
+        closing = True
+        await task
+
+
+async def test_a_read_whose_reply_is_lost_parks_nothing(one_rig: Rig, proxy: Proxy) -> None:
+    worker = await one_rig.worker(url=proxy.url)
+    jobs = [await one_rig.submit() for _ in range(3)]
+    kept = await worker.take(1)
+    proxy.drop_next_reply(script("take").digest.encode())
+    with pytest.raises(QueueUnavailable):
+        await worker.take(1)
+    assert one_rig.admin.xpending(one_rig.keys.lane(NORMAL), GROUP)["pending"] == 2
+    assert ids(await worker.take(2)) == [jobs[1].id, jobs[2].id]
+    assert ids(kept) == [jobs[0].id], "what is known is not given twice"
+
+
+async def test_a_finish_whose_reply_is_lost_answers_once(one_rig: Rig, proxy: Proxy) -> None:
+    worker = await one_rig.worker(url=proxy.url)
+    job = await one_rig.submit()
+    (delivery,) = await worker.take(1)
+    await worker.begin([delivery])
+    proxy.drop_next_reply(script("finish").digest.encode())
+    with pytest.raises(QueueUnavailable):
+        await worker.finish([ok(delivery)])
+    assert await worker.finish([ok(delivery)]) == [True], "the repeat is told that its answer stands"
+    assert one_rig.answers(job.id) == 1
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_begin_and_a_release_whose_replies_are_lost_count_once(one_rig: Rig, proxy: Proxy, begun: bool) -> None:
+    worker = await one_rig.worker(url=proxy.url)
+    await one_rig.submit()
+    (delivery,) = await worker.take(1)
+    proxy.drop_next_reply(script("begin").digest.encode())
+    with pytest.raises(QueueUnavailable):
+        await worker.begin([delivery])
+    assert await worker.begin([delivery]) == [BeginOutcome.STARTED]
+    proxy.drop_next_reply(script("release").digest.encode())
+    with pytest.raises(QueueUnavailable):
+        await worker.release([delivery], begun=begun)
+    await worker.release([delivery], begun=begun)
+    (again,) = await worker.take(1)
+    assert again.attempt == (0 if begun else 1)
+
+
+async def test_a_retry_whose_reply_is_lost_delays_one_job_once(one_rig: Rig, proxy: Proxy) -> None:
+    worker = await one_rig.worker(url=proxy.url)
+    await one_rig.submit()
+    (delivery,) = await worker.take(1)
+    proxy.drop_next_reply(script("retry").digest.encode())
+    with pytest.raises(QueueUnavailable):
+        await worker.retry(delivery, delay_s=0, reason="engine died")
+    await worker.retry(delivery, delay_s=0, reason="engine died")
+    await worker.sweep()
+    assert len(await worker.take(9)) == 1
+
+
+async def test_a_delta_whose_reply_is_lost_is_shown_once(one_rig: Rig, proxy: Proxy) -> None:
+    worker = await one_rig.worker(url=proxy.url)
+    job = await one_rig.submit(stream=True)
+    (delivery,) = await worker.take(1)
+    await worker.begin([delivery])
+    delta = Delta(attempt=1, offset_tokens=0, text="te", token_ids=[1])
+    proxy.drop_next_reply(script("append").digest.encode())
+    with pytest.raises(QueueUnavailable):
+        await worker.append(delivery, delta)
+    await worker.append(delivery, delta)
+    await worker.finish([ok(delivery, "text")])
+    assert [event.text async for event in job.stream()] == ["te", "xt"]
+
+
+async def test_cuts_while_jobs_run_cost_no_job(one_rig: Rig, proxy: Proxy) -> None:
+    """celery#8030, bullmq#4479: again and again, also during the blocked read; every pooled socket is dead after each."""
+    worker = await one_rig.worker(url=proxy.url, lease_s=1.0)
+    async with answering(worker), Producer(proxy.url, queue=one_rig.keys.queue) as producer:
+        waits = []
+        for number in range(60):
+            waits.append(asyncio.create_task((await producer.submit(f"p{number}")).result(timeout=30)))
+            if number % 6 == 0:
+                proxy.cut()
+            await asyncio.sleep(0.01)
+        texts = [reply.text for reply in await asyncio.gather(*waits)]
+    assert texts == [f"p{number}" for number in range(60)]
+    assert worker.counters.num_reconnects >= 1
+    assert one_rig.other_keys() == set()
+
+
+async def test_a_silent_firewall_is_noticed_and_survived(one_rig: Rig, proxy: Proxy) -> None:
+    """bunqueue#94: the connection is there, nothing comes through."""
+    worker = await one_rig.worker(url=proxy.url, command_timeout_s=0.3)
+    proxy.swallow = True
+    with pytest.raises(QueueUnavailable, match="Timeout"):
+        await worker.sweep()
+    proxy.swallow = False
+    await one_rig.submit()
+    assert len(await eventually(lambda: worker.take(1))) == 1  # type: ignore[arg-type]
+
+
+async def test_the_blocked_read_notices_a_dead_connection_within_five_seconds(one_rig: Rig, proxy: Proxy) -> None:
+    worker = await one_rig.worker(url=proxy.url, block_ms=1000)
+    await worker.take(1)
+    started = time.monotonic()
+    proxy.swallow = True
+    await worker._waiter.reading(["0-0"] * 3)
+    assert time.monotonic() - started < 5
+    proxy.swallow = False
+
+
+async def test_a_blocked_event_loop_loses_no_lease(one_rig: Rig) -> None:
+    """bullmq#3056: two leases long."""
+    first, second = await one_rig.worker("w1", lease_s=0.4), await one_rig.worker("w2", lease_s=0.4)
+    await one_rig.submit()
+    (delivery,) = await first.take(1)
+    time.sleep(0.9)  # noqa: ASYNC251 - the block is the point
+    assert await second.take(1) == []
+    assert first.lost() == set()
+    assert await first.begin([delivery]) == [BeginOutcome.STARTED]
+
+
+async def test_five_leases_on_a_healthy_worker_beside_idle_ones_start_once(one_rig: Rig) -> None:
+    """docket#250, celery#5935: however long a job waits or runs."""
+    workers = [await one_rig.worker(f"w{i}", lease_s=0.3) for i in range(4)]
+    await one_rig.submit()
+    (delivery,) = await workers[0].take(1)
+    async with asyncio.timeout(10):
+        for _ in range(30):
+            assert [await worker.take(1) for worker in workers[1:]] == [[]] * 3
+            await asyncio.sleep(0.05)
+    assert await workers[0].begin([delivery]) == [BeginOutcome.STARTED]
+
+
+async def test_a_worker_that_stops_at_the_instant_a_job_comes_leaves_it(one_rig: Rig) -> None:
+    """celery#4354: the wake-up takes nothing."""
+    first = await one_rig.worker("w1")
+    await first.take(1)
+    waiting = asyncio.create_task(first.wait(5))
+    await asyncio.sleep(0.01)
+    job = await one_rig.submit()
+    await first.close()
+    await waiting
+    second = await one_rig.worker("w2")
+    (delivery,) = await second.take(1)
+    assert (delivery.id, delivery.attempt) == (job.id, 0)
+
+
+async def test_200_finishes_at_once_wait_for_connections(one_rig: Rig) -> None:
+    """redis-py#2517: more calls than connections."""
+    worker = await one_rig.worker()
+    jobs = await one_rig.producer.submit_many([{"prompt": str(i)} for i in range(200)])
+    deliveries = await worker.take(200)
+    await worker.begin(deliveries)
+    done = await asyncio.gather(*(worker.finish([ok(d, d.job.prompt or "")]) for d in deliveries))
+    assert done == [[True]] * 200
+    assert [(await job.result(timeout=5)).text for job in jobs] == [str(i) for i in range(200)]
+
+
+async def test_a_reply_key_of_a_stranger_stops_no_batch(rig: Rig) -> None:
+    worker = await rig.worker()
+    jobs = [await rig.submit() for _ in range(3)]
+    deliveries = await worker.take(3)
+    await worker.begin(deliveries)
+    rig.admin.set(rig.keys.reply(jobs[1].id), "squatter")
+    assert await worker.finish([ok(d) for d in deliveries]) == [True] * 3
+    assert [rig.answers(job.id) for job in jobs] == [1, 1, 1]
+
+
+async def test_a_worker_clock_five_minutes_off_changes_nothing(one_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = await one_rig.submit(timeout_s=60.0)
+    true_time, true_ns = time.time, time.time_ns
+    monkeypatch.setattr(time, "time", lambda: true_time() + 300)
+    monkeypatch.setattr(time, "time_ns", lambda: true_ns() + 300 * 10**9)
+    worker = await one_rig.worker()
+    (delivery,) = await worker.take(1)
+    assert delivery.deadline_ms == delivery.enqueued_at_ms + 60_000
+    assert delivery.taken_at_ms < delivery.deadline_ms
+    await worker.finish([ok(delivery)])
+    assert (await job.result(timeout=5)).status is Status.OK
+
+
+@pytest.mark.parametrize("version", ["valkey-9.1", "redis-7.0", "redis-6.2"])
+async def test_flushall_under_load_ends_in_answers(start_server: StartServer, queue_name: str, version: str) -> None:
+    """langfuse#15509: what was flushed is reported unknown, everything after is answered."""
+    server = start_server(version)
+    async with open_rig(server, queue_name) as rig:
+        worker = await rig.worker(lease_s=0.5)
+        async with answering(worker):
+            waits = []
+            for number in range(60):
+                job = await rig.submit(f"p{number}")
+                waits.append(asyncio.create_task(job.result(timeout=10)))
+                if number == 30:
+                    rig.admin.flushall()
+                await asyncio.sleep(0.005)
+            results = await asyncio.gather(*waits, return_exceptions=True)
+        assert all(not isinstance(r, BaseException) or isinstance(r, (UnknownJob, ResultTimeout)) for r in results)
+        assert not any(isinstance(r, BaseException) for r in results[40:])
+        groups = rig.admin.xinfo_groups(rig.keys.lane(NORMAL))
+        assert [(group["name"], group["pending"]) for group in groups] == [(GROUP, 0)]
+
+
+async def test_a_group_that_vanishes_again_and_again_makes_no_spin(rig: Rig) -> None:
+    """jac#7452."""
+    worker = await rig.worker()
+    for _ in range(5):
+        job = await rig.submit()
+        rig.admin.xgroup_destroy(rig.keys.lane(NORMAL), GROUP)
+        (delivery,) = await worker.take(1)
+        assert delivery.id == job.id
+        await worker.finish([ok(delivery)])
+        rig.admin.config_resetstat()
+        await worker.take(1)
+        await worker.wait(0.1)
+        calls = rig.admin.info("commandstats")
+        assert calls.get("cmdstat_xread", {"calls": 0})["calls"] <= 3
+
+
+@pytest.mark.parametrize("version", ["valkey-9.1", "redis-7.0", "redis-6.2"])
+async def test_a_restarted_server_with_persistence_loses_nothing(
+    start_server: StartServer, queue_name: str, version: str
+) -> None:
+    """arq#435: jobs wait and run while the server is killed."""
+    server = start_server(version, settings={"appendonly": "yes", "appendfsync": "always"})
+    async with open_rig(server, queue_name) as rig:
+        worker = await rig.worker(lease_s=1.0)
+        jobs = [await rig.submit(f"p{i}", timeout_s=60.0) for i in range(6)]
+        running = await worker.take(3)
+        await worker.begin(running)
+        server.kill()
+        with pytest.raises(QueueUnavailable):
+            await worker.finish([ok(d, d.job.prompt or "") for d in running])
+        server.start()
+        assert await eventually(lambda: worker.finish([ok(d, d.job.prompt or "") for d in running])) == [True] * 3
+        async with answering(worker):
+            replies = [await job.result(timeout=10) for job in jobs]
+        assert [reply.text for reply in replies] == [f"p{i}" for i in range(6)]
+        assert {reply.attempt for reply in replies} == {1}
+
+
+async def test_a_restarted_server_without_persistence_gets_the_answers_of_what_ran(
+    start_server: StartServer, queue_name: str
+) -> None:
+    server = start_server()
+    async with open_rig(server, queue_name) as rig:
+        worker = await rig.worker()
+        job = await rig.submit()
+        (delivery,) = await worker.take(1)
+        await worker.begin([delivery])
+        server.kill()
+        server.start()
+        assert await eventually(lambda: worker.finish([ok(delivery)])) == [True]
+        assert (await job.result(timeout=5)).text == "text"
+        after = await rig.submit()
+        assert ids(await eventually(lambda: worker.take(1))) == [after.id]  # type: ignore[arg-type]
+
+
+async def test_a_paused_server_is_waited_for(start_server: StartServer, queue_name: str) -> None:
+    server = start_server()
+    async with open_rig(server, queue_name) as rig:
+        worker = await rig.worker(command_timeout_s=0.3)
+        await rig.submit()
+        server.pause()
+        with pytest.raises(QueueUnavailable):
+            await worker.take(1)
+        server.resume()
+        assert len(await eventually(lambda: worker.take(1))) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("version", ["valkey-9.1", "redis-7.0", "redis-6.2"])
+async def test_a_full_server_refuses_and_recovers(start_server: StartServer, queue_name: str, version: str) -> None:
+    """mediforce#1359: nothing is acknowledged that could not be answered."""
+    server = start_server(version)
+    async with open_rig(server, queue_name) as rig:
+        worker = await rig.worker()
+        job = await rig.submit()
+        (delivery,) = await worker.take(1)
+        await worker.begin([delivery])
+        rig.admin.config_set("maxmemory", 1)
+        with pytest.raises(QueueUnreachable):
+            await rig.submit()
+        with pytest.raises(QueueUnavailable):
+            await worker.finish([ok(delivery)])
+        assert rig.admin.xlen(rig.keys.lane(NORMAL)) == 1
+        assert not rig.admin.exists(rig.keys.done(job.id))
+        rig.admin.config_set("maxmemory", 0)
+        assert await worker.finish([ok(delivery)]) == [True]
+        assert rig.answers(job.id) == 1
+
+
+async def test_a_server_that_became_a_replica_is_read_only_until_it_is_not(
+    start_server: StartServer, queue_name: str
+) -> None:
+    """redis-py#460."""
+    server = start_server()
+    async with open_rig(server, queue_name) as rig:
+        worker = await rig.worker()
+        await rig.submit()
+        rig.admin.replicaof("127.0.0.1", "1")
+        with pytest.raises(QueueUnavailable):
+            await worker.take(1)
+        rig.admin.replicaof("NO", "ONE")
+        assert len(await eventually(lambda: worker.take(1))) == 1  # type: ignore[arg-type]
+
+
+async def test_a_server_at_its_limit_of_clients_is_tried_again(start_server: StartServer, queue_name: str) -> None:
+    """rq#1716: refused between one command and the next."""
+    server = start_server(settings={"maxclients": "40"})
+    async with open_rig(server, queue_name) as rig:
+        worker = await rig.worker()
+        await rig.submit()
+        fillers = [socket.socket(socket.AF_UNIX) for _ in range(60)]
+        for filler in fillers:
+            filler.connect(server.socket_path)
+        await worker._link._commands.close()
+        with pytest.raises(QueueUnavailable):
+            await worker.take(1)
+        for filler in fillers:
+            filler.close()
+        assert len(await eventually(lambda: worker.take(1))) == 1  # type: ignore[arg-type]
+
+
+async def test_health_is_any_reply(one_rig: Rig) -> None:
+    """A worker whose slots are full does not read; its renewals say that Redis answers."""
+    worker = await one_rig.worker(lease_s=0.3)
+    started = time.monotonic()
+    await until(lambda: time.monotonic() - started > 0.5 and worker.last_reply_age_s < 0.2)
+    assert worker.counters.renewal_age_s < 0.3
