@@ -135,7 +135,7 @@ class RunningJob:
         """
         if not self.prepared.delivery.job.stream:
             return None
-        if self._sending is None and (last or now - self._sent_at >= MERGE_DELTAS_S):
+        if self._sending is None and (last or now >= self._sent_at + MERGE_DELTAS_S):
             self._sending = self._cut_delta()
         return self._sending
 
