@@ -55,7 +55,7 @@ class FormerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A validated job that waits for a slot. Times are the caller's monotonic seconds; `turn` is the order of arrival."""
+    """A validated job that waits for a slot. Times are monotonic seconds; `turn` is its order of arrival."""
 
     id: str
     turn: int
