@@ -116,11 +116,12 @@ class QueueModel:
 
     def finish(self, consumer: str, job: str, entry: int, status: str, *, dead: bool = False) -> bool:
         event = Event.DEAD_LETTER if dead else Event.FINISH
-        was_first = self._answer(event, job, f"{status} {consumer}")
-        if was_first and dead:
+        num_visible = len(self.visible.get(job, []))
+        is_visible = self._answer(event, job, f"{status} {consumer}")
+        if dead and len(self.visible[job]) > num_visible:
             self.dead.append(job)
         self._drop(entry)
-        return was_first
+        return is_visible
 
     def release(self, consumer: str, job: str, entry: int, *, begun: bool) -> bool:
         if not self._allows(Event.RELEASE, job, entry, consumer) or entry not in self.lane:
