@@ -19,6 +19,23 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -m 'not soak and not gpu and not vendor'
 
+# Full-size runs, and the wheel in a really empty environment.
+soak: install
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+gpu: install
+	$(BIN)/python -m pytest -m gpu
+
+# Needs the extra `oracle` (torch, transformers).
+oracle: install
+	$(BIN)/python -m pytest -m oracle
+
+bench: install
+	$(BIN)/python bench/reference_engine.py
+	$(BIN)/python bench/queue_overhead.py
+	$(BIN)/python -m bench.idle_cpu
+	$(BIN)/python bench/import_time.py
+
 # EDGELLM_VENDOR_WHEEL names the folder of an unpacked tensorrt-edgellm wheel (docs/edgellm.md).
 vendor: install
 	$(BIN)/python -m pytest -m vendor tests/contract
