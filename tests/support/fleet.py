@@ -28,11 +28,11 @@ from edgellm_producer import Producer
 async def main(url, queue, name, count):
     async with Producer(url, queue=queue) as producer:
         jobs = await producer.submit_many(
-            {"id": f"{name}-{n}", "prompt": f"def function_{n}(", "max_tokens": 6, "stream": n % 4 == 0,
+            {"id": f"{name}-{n}", "prompt": f"def function_{n}(", "max_tokens": 4, "stream": n % 4 == 0,
              "temperature": 0.0 if n % 2 else 0.8, "priority": ("high", "normal", "low")[n % 3]}
             for n in range(count)
         )
-        replies = await asyncio.gather(*(job.reply(timeout=100) for job in jobs))
+        replies = await asyncio.gather(*(job.reply(timeout=150) for job in jobs))
     print(json.dumps({reply.id: [reply.status, reply.worker, reply.attempt] for reply in replies}))
 
 asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])))
@@ -108,6 +108,6 @@ def producer_process(server: RedisServer, queue: str, name: str, count: int) -> 
 
 def outcome(process: subprocess.Popen[str]) -> dict[str, tuple[str, str, int]]:
     """What the producer's jobs came to: id -> status, worker, attempt."""
-    output, _ = process.communicate(timeout=110)
+    output, _ = process.communicate(timeout=160)
     assert process.returncode == 0
     return {job_id: tuple(row) for job_id, row in json.loads(output).items()}
