@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgpack
 
@@ -17,8 +16,10 @@ NOT_THE_BODY: Final = frozenset({"id", "idempotency_key", "traceparent"})
 """Fields that two submits of the same job may differ in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+NESTED: Final = frozenset({"messages", "tools", "response_format", "chat_template_kwargs", "metadata"})
+
+
+class Envelope(NamedTuple):
     """A validated job, ready to send. `digest` is empty without an idempotency key: nothing is compared then."""
 
     job: Job
@@ -43,14 +44,23 @@ def seal(fields: Mapping[str, Any]) -> Envelope:
     """Raises `JobRejected` naming the field. Fields that are None are left out; a missing id is made."""
     given = {name: value for name, value in fields.items() if value is not None}
     given.setdefault("v", VERSION)
-    given.setdefault("id", new_job_id())
+    if "id" not in given:
+        given["id"] = new_job_id()
     job = job_from(given)
     _check(job)
-    body = job.model_dump(mode="python", exclude_unset=True)
+    body = _body(job)
     packed: bytes = msgpack.packb(body)
     if len(packed) > MAX_JOB_BYTES:
         raise JobRejected(ErrorCode.TOO_LARGE, f"{len(packed)} bytes packed, the limit is {MAX_JOB_BYTES}", field="job")
     return Envelope(job, packed, _digest(body) if job.idempotency_key is not None else "")
+
+
+def _body(job: Job) -> dict[str, Any]:
+    """What was given, as validated, in the order of the protocol's fields. A job holds plain values only, so this is
+    `model_dump(exclude_unset=True)` at a third of its cost.
+    """
+    given = job.model_fields_set
+    return {name: value for name, value in job.__dict__.items() if name in given}
 
 
 def _check(job: Job) -> None:
@@ -58,9 +68,8 @@ def _check(job: Job) -> None:
         raise JobRejected(ErrorCode.UNSUPPORTED_FIELD, "not supported by this version", field=unbuilt)
     if job.timeout_s is not None and job.timeout_s <= 0:
         raise JobRejected(ErrorCode.TIMEOUT, f"{job.timeout_s} s have passed already", field="timeout_s")
-    for name in ("messages", "tools", "response_format", "chat_template_kwargs", "metadata"):
-        value = getattr(job, name)
-        if value is not None and nesting(value) >= MAX_NESTING:
+    for name in NESTED & job.model_fields_set:
+        if nesting(getattr(job, name)) >= MAX_NESTING:
             raise JobRejected(ErrorCode.INVALID_FIELD, f"nested deeper than {MAX_NESTING} levels", field=name)
 
 

@@ -177,8 +177,8 @@ class Job(_Model):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        given = [n for n in ("prompt", "messages", "prompt_token_ids") if getattr(self, n) is not None]
-        if len(given) != 1:
+        if (self.prompt is not None) + (self.messages is not None) + (self.prompt_token_ids is not None) != 1:
+            given = [n for n in ("prompt", "messages", "prompt_token_ids") if getattr(self, n) is not None]
             raise ValueError(f"exactly one of prompt, messages, prompt_token_ids is required, got {given or 'none'}")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
@@ -276,9 +276,9 @@ class Reply(_Model):
     seed: int | None = None
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
-    usage: Usage = Usage()
-    timings: Timings = Timings()
-    speculative: Speculative = Speculative()
+    usage: Usage = Field(default_factory=Usage)
+    timings: Timings = Field(default_factory=Timings)
+    speculative: Speculative = Field(default_factory=Speculative)
     batch: BatchInfo | None = None
     attempt: int = 0
     worker: str = ""

@@ -5,6 +5,8 @@
 local FIELDS = 8
 local WEEK_MS = 7 * DAY_MS
 local now = now_ms()
+local now_text = text(now)
+local call = redis.call
 local bounds = redis.call('HMGET', KEYS[1], 'max_jobs', 'tenant_max_jobs')
 local limit = tonumber(bounds[1]) or 10000
 local length = queue_length()
@@ -43,31 +45,28 @@ local function submit(first)
     if full then return full end
     waits = (tonumber(redis.call('HGET', tenants_key(lane), tenant)) or 0) >= TENANT_WINDOW
   end
-  local entry = ''
-  local fields = {'lane', lane, 'time', text(now), 'ttl', ttl_ms}
-  local function add(name, value) fields[#fields + 1] = name; fields[#fields + 1] = value end
+  local entry, place = '', 'held'
   if waits then
-    redis.call('RPUSH', held_key(lane, tenant), id)
+    call('RPUSH', held_key(lane, tenant), id)
     count_held(lane, 1)
-    add('at', 'held'); add('held', envelope)
+    call('HSET', job_key(id), 'held', envelope)
   else
-    entry = redis.call('XADD', lane_key(lane), '*', 'id', id, 'job', envelope)
-    add('at', 'lane'); add('entry', entry)
-    if tenant ~= '' then redis.call('HINCRBY', tenants_key(lane), tenant, 1) end
+    entry, place = call('XADD', lane_key(lane), '*', 'id', id, 'job', envelope), 'lane'
+    if tenant ~= '' then call('HINCRBY', tenants_key(lane), tenant, 1) end
   end
-  if tenant ~= '' then add('tenant', tenant) end
+  call('HSET', job_key(id), 'at', place, 'lane', lane, 'entry', entry, 'time', now_text, 'ttl', ttl_ms)
+  if tenant ~= '' then call('HSET', job_key(id), 'tenant', tenant) end
   if timeout_ms ~= '' then
     local deadline = text(now + tonumber(timeout_ms))
-    add('deadline', deadline)
-    redis.call('ZADD', P .. 'deadlines', deadline, id)
+    call('HSET', job_key(id), 'deadline', deadline)
+    call('ZADD', P .. 'deadlines', deadline, id)
   end
   if dedup ~= '' then
-    add('dedup', dedup)
-    redis.call('SET', P .. 'dedup:' .. dedup, id .. ' ' .. digest, 'PX', text(math.max(WEEK_MS, tonumber(timeout_ms) or 0)))
+    call('HSET', job_key(id), 'dedup', dedup)
+    call('SET', P .. 'dedup:' .. dedup, id .. ' ' .. digest, 'PX', text(math.max(WEEK_MS, tonumber(timeout_ms) or 0)))
   end
-  redis.call('HSET', job_key(id), unpack(fields))
   length = length + 1
-  return {'queued', entry, text(now)}
+  return {'queued', entry, now_text}
 end
 
 local out = {}
