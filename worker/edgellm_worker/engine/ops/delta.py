@@ -6,6 +6,7 @@ so that a key is used by its R value heads without being copied.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -27,10 +28,10 @@ def fold(state: F32, pending: DeltaPending[F32], commit: Int) -> F32:
         return state
     kept = (np.arange(num_pending) < commit[:, None])[:, :, None]
     decay = np.where(kept, pending.log_g, 0).cumsum(axis=1, dtype=np.float64)  # c_1 .. c_n, then constant
-    ratio = np.exp(np.where(kept, decay[:, -1:] - decay, -np.inf)).astype(np.float32)
+    ratio = np.exp(np.where(kept, decay[:, -1:] - decay, -np.inf).astype(np.float32))
     weighted = (pending.u * ratio[..., None]).reshape(num_rows, num_pending, num_keys, -1, pending.u.shape[-1])
     added = pending.k.transpose(0, 2, 3, 1)[:, :, None] @ weighted.transpose(0, 2, 3, 1, 4)
-    folded: F32 = state * np.exp(decay[:, -1]).astype(np.float32)[:, :, None, None]
+    folded: F32 = state * np.exp(decay[:, -1].astype(np.float32))[:, :, None, None]
     folded += added.reshape(state.shape)
     return folded
 
@@ -49,7 +50,7 @@ def run(inputs: DeltaInputs[F32], state: F32) -> tuple[F32, DeltaPending[F32]]:
     beta = inputs.beta.transpose(0, 2, 1).reshape(*grouped, num_tokens, 1)
     decay = log_g.cumsum(axis=-1, dtype=np.float64)
     gamma = _ratios(decay)  # [B, H_k, R, N, N]
-    since_start = np.exp(decay).astype(np.float32)[..., None]
+    since_start = np.exp(decay.astype(np.float32))[..., None]
 
     value = inputs.v.transpose(0, 2, 1, 3).reshape(*grouped, num_tokens, value_dim)
     rhs = beta * (value - since_start * from_state[..., num_tokens:, :])
@@ -68,8 +69,26 @@ def _ratios(decay: NDArray[np.float64]) -> F32:
     num_tokens = decay.shape[-1]
     if num_tokens == 1:
         return np.ones((*decay.shape, 1), np.float32)
-    exponent = decay[..., :, None] - decay[..., None, :]
-    return np.exp(np.where(np.tri(num_tokens, dtype=bool), exponent, -np.inf)).astype(np.float32)
+    exponent = (decay[..., :, None] - decay[..., None, :]).astype(np.float32)
+    np.copyto(exponent, -np.inf, where=_future(num_tokens))
+    ratios: F32 = np.exp(exponent, out=exponent)
+    return ratios
+
+
+@cache
+def _future(num_tokens: int) -> NDArray[np.bool_]:
+    """[N, N]: where i > t."""
+    return ~np.tri(num_tokens, dtype=bool)
+
+
+@cache
+def _strict_lower(num_tokens: int) -> F32:
+    return np.tri(num_tokens, k=-1, dtype=np.float32)
+
+
+@cache
+def _identity(size: int) -> F32:
+    return np.eye(size, dtype=np.float32)
 
 
 def _solve_unit_lower(coupling: F32, rhs: F32) -> F32:
@@ -77,7 +96,7 @@ def _solve_unit_lower(coupling: F32, rhs: F32) -> F32:
     num_tokens = rhs.shape[-2]
     if num_tokens == 1:
         return rhs
-    strict = coupling * np.tri(num_tokens, k=-1, dtype=np.float32)
+    strict: F32 = coupling * _strict_lower(num_tokens)
     if num_tokens <= BLOCK:
         return _invert_block(strict) @ rhs
     solved = np.empty_like(rhs)
@@ -85,7 +104,8 @@ def _solve_unit_lower(coupling: F32, rhs: F32) -> F32:
         end = min(start + BLOCK, num_tokens)
         block = rhs[..., start:end, :]
         if start:
-            block = block - strict[..., start:end, :start] @ solved[..., :start, :]
+            known: F32 = strict[..., start:end, :start] @ solved[..., :start, :]
+            block = block - known
         solved[..., start:end, :] = _invert_block(strict[..., start:end, start:end]) @ block
     return solved
 
@@ -93,7 +113,7 @@ def _solve_unit_lower(coupling: F32, rhs: F32) -> F32:
 def _invert_block(strict: F32) -> F32:
     """(I + A)^-1 = (I - A)(I + A^2)(I + A^4), exact for strictly lower A of at most eight rows."""
     size = strict.shape[-1]
-    identity = np.eye(size, dtype=np.float32)
+    identity = _identity(size)
     inverse: F32 = identity - strict
     power, reach = strict, 2
     while reach < size:

@@ -56,8 +56,10 @@ class NumpyOps:
 
     def rms_norm(self, x: Array, weight: Weight, eps: float, *, zero_centred: bool) -> Array:
         gain = self._once(_one_plus if zero_centred else _table, weight)
-        mean_square = np.add.reduce(np.square(x), axis=-1, keepdims=True) / np.float32(x.shape[-1])
-        y: Array = x / np.sqrt(mean_square + np.float32(eps))
+        scale = np.add.reduce(np.square(x), axis=-1, keepdims=True)
+        scale /= np.float32(x.shape[-1])
+        scale += np.float32(eps)
+        y: Array = x / np.sqrt(scale, out=scale)
         y *= gain
         return y
 
