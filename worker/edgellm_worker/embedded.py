@@ -18,7 +18,14 @@ from typing import Final, Self
 
 START_TIMEOUT_S: Final = 15.0
 MAX_SOCKET_PATH: Final = 100
-REAPER: Final = '"$@" & server=$!; read _; kill -TERM $server 2>/dev/null; wait $server'
+REAPER: Final = """
+exec 3<&0
+"$@" 3<&- &
+server=$!
+{ read _ <&3; kill -TERM $server; } 2>/dev/null &
+wait $server
+kill $! 2>/dev/null
+"""
 
 
 class EmbeddedServerError(Exception):
