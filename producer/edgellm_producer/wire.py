@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 import msgpack
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from edgellm_producer.errors import JobRejected, ProtocolError
 from edgellm_producer.keys import ID_PATTERN, NAME_PATTERN, Priority
@@ -179,11 +180,13 @@ class Job(_Model):
     def _whole(self) -> Self:
         if (self.prompt is not None) + (self.messages is not None) + (self.prompt_token_ids is not None) != 1:
             given = [n for n in ("prompt", "messages", "prompt_token_ids") if getattr(self, n) is not None]
-            raise ValueError(f"exactly one of prompt, messages, prompt_token_ids is required, got {given or 'none'}")
+            field = given[-1] if given else "prompt"
+            raise PydanticCustomError(field, "exactly one of prompt, messages, prompt_token_ids is required")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
         if self.messages is None and (self.tools or self.chat_template_kwargs):
-            raise ValueError("tools and chat_template_kwargs need messages")
+            field = "tools" if self.tools else "chat_template_kwargs"
+            raise PydanticCustomError(field, "tools and chat_template_kwargs need messages")
         return self
 
     def unbuilt_field(self) -> str | None:
@@ -326,7 +329,8 @@ def job_from(fields: dict[str, Any]) -> Job:
         return Job.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        field = ".".join(str(part) for part in first["loc"][:2]) or None
+        # An error of the whole job has no place; its type is the field to blame then (see `Job._whole`).
+        field = ".".join(str(part) for part in first["loc"][:2]) or first["type"]
         code = ErrorCode.UNSUPPORTED_FIELD if first["type"] == "extra_forbidden" else ErrorCode.INVALID_FIELD
         raise JobRejected(code, first["msg"], field=field) from error
 

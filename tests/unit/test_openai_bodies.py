@@ -30,6 +30,7 @@ from edgellm_producer.wire import (
     TokenLogprob,
     TopLogprob,
     Usage,
+    job_from,
 )
 
 CHAT = ResponseShape(Endpoint.CHAT, "j1", "tiny", 1_700_000_000)
@@ -170,3 +171,20 @@ def test_errors_have_openais_shape_and_status(code, status):
 
 def test_a_full_queue_is_429():
     assert error_from_full_queue(QueueFull(10, 10)).status == 429
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "messages"),
+        ({"prompt": "a", "top_logprobs": 3}, "top_logprobs"),
+        ({"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature"),
+        ({"prompt": "a", "nonsense": 1}, "nonsense"),
+    ],
+)
+def test_a_wrong_job_names_a_field(fields, field):
+    with pytest.raises(JobRejected) as caught:
+        job_from({"id": "a", **fields})
+    assert caught.value.field == field
