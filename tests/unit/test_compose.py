@@ -144,6 +144,18 @@ def test_keda_watches_the_lanes_of_the_deployments_queue():
     assert {trigger["authenticationRef"]["name"] for trigger in scaled["spec"]["triggers"]} <= names
 
 
+def test_secrets_that_are_referred_to_are_there():
+    secrets = {secret["metadata"]["name"]: secret["stringData"].keys() for secret in kind("Secret")}
+    for authentication in kind("TriggerAuthentication"):
+        for ref in authentication["spec"]["secretTargetRef"]:
+            assert ref["key"] in secrets[ref["name"]]
+    (deployment,) = kind("Deployment")
+    for variable in deployment["spec"]["template"]["spec"]["containers"][0]["env"]:
+        if "valueFrom" in variable:
+            ref = variable["valueFrom"]["secretKeyRef"]
+            assert ref["key"] in secrets[ref["name"]]
+
+
 def test_secrets_are_not_on_any_command_line():
     text = json.dumps([COMPOSE, KUBERNETES, UNIT])
     assert not re.search(r"--redis-url|redis://[^\"]*:[^\"@]+@", text.replace("redis://worker:CHANGE-ME@", ""))
