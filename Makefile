@@ -48,3 +48,9 @@ lint: install
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist
+
+# Everything that needs an NVIDIA GPU; says so and passes where there is none. GPU_PYTHON is an interpreter with
+# TensorRT, cuda-python, numpy, ml_dtypes and llguidance (default: the virtual environment).
+GPU_PYTHON ?= $(BIN)/python
+gpu:
+	PYTHONPATH=.:worker:producer $(GPU_PYTHON) bench/gpu/run_all.py

@@ -69,7 +69,7 @@ class Networks:
             del missing[key]
         if not missing:
             return
-        if self.model_dir is not None:
+        if self.model_dir is not None and not self.plans:
             with tempfile.TemporaryDirectory() as out:
                 count = len(spec.segments(self.model, spec.reader()))
                 compile_in_children(self.model_dir, spec, self.library, count, Path(out, "log"))(Path(out))

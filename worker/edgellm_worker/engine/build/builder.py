@@ -28,7 +28,7 @@ class BuildSettings:
 
     target: Target = Target.CURRENT
     optimization_level: int | None = None
-    workspace_bytes: int = 1 << 30
+    workspace_bytes: int = 16 << 30  # a bound, not a reservation: weight-only products decode whole weights there
 
 
 class Builder:

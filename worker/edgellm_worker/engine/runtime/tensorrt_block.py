@@ -48,6 +48,7 @@ class Block:
             self._pointers[name] = self._device + 4 * offset
             offset += size
         self._num_rows = rows
+        self._indices = np.arange(rows)
 
     @property
     def slots(self) -> int:
@@ -104,6 +105,5 @@ class Block:
             views["next_start"][begin : begin + rows] = batch.position + (step - 1)
         pairs = views["pairs"][: rows * self._width].reshape(rows, self._width)
         pairs[:, : batch.pairs.shape[1]] = batch.pairs[:, : self._width]
-        last = np.take_along_axis(batch.pairs, batch.num_pairs[:, None] - 1, axis=1)
         ids = views["ids"][: rows * (num_drafts + 1)].reshape(rows, num_drafts + 1)
-        ids[:, 0] = last[:, 0]
+        ids[:, 0] = batch.pairs[self._indices[:rows], batch.num_pairs - 1]

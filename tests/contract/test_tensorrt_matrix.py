@@ -1,0 +1,119 @@
+"""Every network this product builds, compiled by NVIDIA's own compiler for the GPUs that can run it. No GPU needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from edgellm_worker.engine.build.builder import Builder, BuildSettings, RowRange
+from edgellm_worker.engine.build.spec import EngineSpec
+from edgellm_worker.engine.errors import BuildError
+from edgellm_worker.engine.ops.api import KvDtype
+from edgellm_worker.engine.trt import Flavour, Library, Target, load_library
+from tests.support.tensorrt_models import qwen_27b, tiny_shapes
+
+pytest.importorskip("tensorrt_rtx")
+
+ALL = (Target.SM80, Target.SM86, Target.SM89, Target.SM120, Target.SM121)
+BLACKWELL = (Target.SM120, Target.SM121)
+
+# family, scheme, targets. Every family, scheme and target is met in every run; all their combinations in the soak.
+MATRIX = (
+    ("qwen3_5_text", "dense", (Target.SM80, Target.SM121)),
+    ("qwen3_5_text", "fp8", (Target.SM89,)),
+    ("qwen3_5_text", "fp8 weight-only", (Target.SM89,)),
+    ("qwen3_5_text", "nvfp4", (Target.SM120,)),
+    ("qwen3_5_text", "w4a16", (Target.SM121,)),
+    ("qwen3", "dense", (Target.SM86, Target.SM120)),
+    ("qwen3", "fp8", (Target.SM120,)),
+    ("qwen3", "nvfp4", (Target.SM121,)),
+    ("llama", "dense", (Target.SM89,)),
+    ("llama", "fp8", (Target.SM121,)),
+    ("llama", "w4a16", (Target.SM120,)),
+)
+FULL_MATRIX = tuple(
+    (family, scheme, targets)
+    for family in ("qwen3_5_text", "qwen3", "llama")
+    for scheme, targets in (
+        ("dense", ALL),
+        ("fp8", (Target.SM89, *BLACKWELL)),
+        ("fp8 weight-only", (Target.SM89, *BLACKWELL)),
+        ("nvfp4", BLACKWELL),
+        ("w4a16", BLACKWELL),
+    )
+)
+RANGES = (RowRange(1, 6, 64),)
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return load_library(Flavour.TENSORRT_RTX)
+
+
+def spec(target: Target, kv_dtype: KvDtype = KvDtype.FLOAT16) -> EngineSpec:
+    return EngineSpec(4, 256, 4, kv_dtype, prefill_chunk=16, target=target, runs_fp8=True, runs_fp4=True)
+
+
+@pytest.mark.timeout(300)
+def test_networks_of_every_family_scheme_and_target_compile(library: Library, capsys: pytest.CaptureFixture) -> None:
+    done = compile_matrix(library, MATRIX, capsys)
+    assert {target for target, _ in done} == set(ALL)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_every_supported_combination_compiles(library: Library, capsys: pytest.CaptureFixture) -> None:
+    compile_matrix(library, FULL_MATRIX, capsys)
+
+
+Combination = tuple[str, str, tuple[Target, ...]]
+
+
+def compile_matrix(
+    library: Library, matrix: tuple[Combination, ...], capsys: pytest.CaptureFixture
+) -> dict[tuple[Target, str], int]:
+    """Prefill, verify and the draft's passes; equal networks of one target are compiled once. Prints what there was."""
+    done: dict[tuple[Target, str], int] = {}
+    counts: Counter[tuple[str, str, Target]] = Counter()
+    for family, scheme, targets in matrix:
+        model = tiny_shapes(family, scheme)
+        for target in targets:
+            wanted = spec(target)
+            builder = Builder(library, BuildSettings(target))
+            for key, segment in wanted.segments(model, wanted.reader()).items():
+                counts[family, scheme, target] += 1
+                if (target, key) not in done:
+                    done[target, key] = len(builder.compile(segment, RANGES))
+    with capsys.disabled():
+        print(f"\n{library.name}: {len(done)} distinct networks for {len({target for target, _ in done})} targets")
+        for (family, scheme, target), count in counts.items():
+            print(f"  {family:14s} {scheme:16s} {target:6s} {count} networks")
+    assert min(done.values()) > 1000
+    assert all(count >= 4 for count in counts.values())
+    return done
+
+
+@pytest.mark.parametrize(("scheme", "target"), [("nvfp4", Target.SM89), ("w4a16", Target.SM89), ("fp8", Target.SM86)])
+def test_a_gpu_that_lacks_the_type_is_refused_by_name(library: Library, scheme: str, target: Target) -> None:
+    model = tiny_shapes("llama", scheme)
+    wanted = spec(target)
+    builder = Builder(library, BuildSettings(target))
+    quantized = [
+        s for s in wanted.segments(model, wanted.reader()).values() if any(g.is_matrix for g in s.weight_groups)
+    ]
+    with pytest.raises(BuildError, match=rf"cannot compile a network for {target}.*fp\d"):
+        builder.compile(quantized[0], RANGES)
+    assert not library.supports(target, fp8=True, fp4=scheme != "fp8")
+
+
+@pytest.mark.timeout(300)
+def test_all_64_layers_of_the_public_27b_configuration_compile_for_spark(library: Library) -> None:
+    """Mixed FP8 and W4A16 NVFP4 as its hf_quant_config.json says, 16-bit draft, FP8 cache; weights are inputs."""
+    model = qwen_27b()
+    wanted = spec(Target.SM121, KvDtype.FP8)
+    segments = wanted.segments(model, wanted.reader())
+    assert len(model.base.layers) == 64
+    assert len(segments) < 20, "layers of one kind share their networks"
+    builder = Builder(library, BuildSettings(Target.SM121))
+    assert all(builder.compile(segment, RANGES) for segment in segments.values())

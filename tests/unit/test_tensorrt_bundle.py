@@ -1,0 +1,168 @@
+"""Bundles: whole or absent, one builder at a time, and a miss that says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edgellm_worker.engine.build import bundle
+from edgellm_worker.engine.build.bundle import Bundle, BundleKey, Miss, compile_in_children, ensure_bundle, read_bundle
+from edgellm_worker.engine.build.spec import EngineSpec
+from edgellm_worker.engine.errors import BuildError
+from edgellm_worker.engine.ops.api import KvDtype
+from edgellm_worker.engine.trt import Flavour, Library
+from tests.support.tensorrt_models import TINY
+
+SPEC = EngineSpec(4, 512, 4, KvDtype.FLOAT16)
+LIBRARY = Library(None, Flavour.TENSORRT, (10, 15, 0))
+
+
+@pytest.fixture(scope="module")
+def key() -> BundleKey:
+    return BundleKey.of(TINY, SPEC, LIBRARY, "sm90")
+
+
+def write(out: Path) -> None:
+    (out / "a.plan").write_bytes(b"one")
+    (out / "b.plan").write_bytes(b"two")
+
+
+def test_a_bundle_is_built_once_and_read_back(tmp_path: Path, key: BundleKey) -> None:
+    built, was_there = ensure_bundle(tmp_path, key, write)
+    again, is_there = ensure_bundle(tmp_path, key, _never)
+    assert (was_there, is_there) == (False, True)
+    assert built.plans == again.plans == {"a": b"one", "b": b"two"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_verify": 5},
+        {"max_batch_size": 8},
+        {"max_kv_cache_capacity": 1024},
+        {"kv_dtype": KvDtype.FP8},
+        {"prefill_chunk": 64},
+        {"runs_fp8": True},
+        {"optimization_level": 3},
+    ],
+)
+def test_every_option_is_in_the_key(key: BundleKey, change: dict[str, object], tmp_path: Path) -> None:
+    other = BundleKey.of(TINY, replace(SPEC, **change), LIBRARY, "sm90")
+    assert other.folder(tmp_path) != key.folder(tmp_path)
+
+
+def test_library_gpu_and_checkpoint_are_in_the_key(key: BundleKey, tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in TINY.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "config.json").write_text((TINY / "config.json").read_text().replace("1e-06", "1e-05"))
+    others = (
+        BundleKey.of(TINY, SPEC, replace(LIBRARY, version=(10, 15, 1)), "sm90"),
+        BundleKey.of(TINY, SPEC, LIBRARY, "sm110"),
+        BundleKey.of(copy, SPEC, LIBRARY, "sm90"),
+    )
+    assert len({k.folder(tmp_path) for k in (key, *others)}) == 4
+
+
+def test_a_damaged_plan_is_a_miss_and_is_built_again(tmp_path: Path, key: BundleKey) -> None:
+    built, _ = ensure_bundle(tmp_path, key, write)
+    (built.path / "a.plan").write_bytes(b"onf")
+    assert read_bundle(built.path, key) == Miss("damaged: a.plan is not what was written")
+    again, was_there = ensure_bundle(tmp_path, key, write)
+    assert not was_there
+    assert again.plans["a"] == b"one"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"key": 1, "plans": {}}'])
+def test_a_manifest_that_is_none_is_a_miss_with_a_reason(tmp_path: Path, key: BundleKey, content: str) -> None:
+    built, _ = ensure_bundle(tmp_path, key, write)
+    (built.path / "manifest.json").write_text(content)
+    found = read_bundle(built.path, key)
+    assert isinstance(found, Miss)
+    assert found.reason.startswith(("damaged", "built for something else"))
+
+
+def test_a_foreign_bundle_names_what_differs(tmp_path: Path, key: BundleKey) -> None:
+    built, _ = ensure_bundle(tmp_path, key, write)
+    other = BundleKey.of(TINY, replace(SPEC, max_verify=6), LIBRARY, "sm89")
+    expected = Miss("built for something else: gpu, max_draft_tree_size, max_verify_tree_size, options")
+    assert read_bundle(built.path, other) == expected
+
+
+def test_a_build_that_fails_leaves_nothing_to_be_taken_for_a_bundle(tmp_path: Path, key: BundleKey) -> None:
+    def breaks(out: Path) -> None:
+        write(out)
+        raise BuildError("no")
+
+    with pytest.raises(BuildError):
+        ensure_bundle(tmp_path, key, breaks)
+    assert read_bundle(key.folder(tmp_path), key) == Miss("not built yet")
+    assert not list(key.folder(tmp_path).parent.glob(".building-*"))
+
+
+def test_what_a_killed_builder_left_is_removed_by_the_next(tmp_path: Path, key: BundleKey) -> None:
+    path = key.folder(tmp_path)
+    leftover = path.parent / f".building-{path.name}-x"
+    leftover.mkdir(parents=True)
+    write(leftover)
+    ensure_bundle(tmp_path, key, write)
+    assert not leftover.exists()
+
+
+def test_of_two_builders_one_builds_and_one_waits(tmp_path: Path, key: BundleKey) -> None:
+    begun, go_on, built = threading.Event(), threading.Event(), []
+
+    def slow(out: Path) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        write(out)
+        built.append(out)
+
+    results: list[tuple[Bundle, bool]] = []
+    threads = [threading.Thread(target=lambda: results.append(ensure_bundle(tmp_path, key, slow))) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(20)
+    threads[1].start()
+    go_on.set()
+    for thread in threads:
+        thread.join(20)
+    assert len(built) == 1
+    assert sorted(was_there for _, was_there in results) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})", "was killed by signal 9"),
+        ("import sys; print('out of luck'); sys.exit(3)", "exited 3.*\n.*out of luck"),
+    ],
+)
+def test_a_builder_that_dies_is_reported_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
+) -> None:
+    module = tmp_path / "dying_builder.py"
+    module.write_text("import sys; sys.stdin.read()\n" + script)
+    monkeypatch.setattr(bundle, "_CHILD", "dying_builder")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    make = compile_in_children(TINY, SPEC, LIBRARY, 2, tmp_path / "log")
+    with pytest.raises(BuildError, match=message):
+        make(tmp_path)
+
+
+def test_a_builder_that_writes_too_little_is_not_called_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "idle_builder.py").write_text("import sys; sys.stdin.read()")
+    monkeypatch.setattr(bundle, "_CHILD", "idle_builder")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(BuildError, match="wrote 0 of 2 plans"):
+        compile_in_children(TINY, SPEC, LIBRARY, 2, tmp_path / "log")(tmp_path)
+
+
+def _never(out: Path) -> None:
+    pytest.fail(f"built again into {out}")

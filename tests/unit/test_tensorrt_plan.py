@@ -1,0 +1,72 @@
+"""Device memory from shapes: the 27B configuration, the fleet's numbers, and what the executor will bind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from edgellm_worker.cli.main import main
+from edgellm_worker.engine.build.plan import plan_grid, plan_memory, verify_state_bytes_per_position
+from edgellm_worker.engine.build.spec import EngineSpec
+from edgellm_worker.engine.ops.api import KvDtype
+from tests.support.tensorrt_models import TINY, qwen_27b, tiny_shapes
+
+SPEC = EngineSpec(4, 4096, 4, KvDtype.FP8, runs_fp8=True, runs_fp4=True)
+
+
+@pytest.fixture(scope="module")
+def large():
+    return qwen_27b()
+
+
+def test_a_verify_position_of_the_27b_costs_at_most_12_mb(large) -> None:
+    """10.3 MB with every pending value once; the halves that are kept twice are reported beside it."""
+    once = verify_state_bytes_per_position(large, SPEC, copies=1)
+    kept = verify_state_bytes_per_position(large, SPEC, copies=2)
+    assert once == 48 * 4 * (16 * 128 * 4 + 48 * 128 * 4 + 48 * 4 + 10240 * 2)
+    assert once < 10.4e6
+    assert once < kept <= 12e6
+
+
+def test_that_cost_is_what_the_bindings_grow_by(large) -> None:
+    """To the byte: pending of 5 positions less pending of 4, without the hidden states carried to the draft."""
+    sizes = [
+        sum(
+            int(np.prod(shape)) * dtype.num_bytes
+            for name, (shape, dtype) in replace(SPEC, max_verify=verify).layout.tensors(large).items()
+            if "pending" in name
+        )
+        for verify in (4, 5)
+    ]
+    assert sizes[1] - sizes[0] == verify_state_bytes_per_position(large, SPEC, copies=2)
+
+
+def test_the_recurrent_state_does_not_grow_with_the_draft_length(large) -> None:
+    rows = plan_grid(large, SPEC, (1, 4), (1, 5))
+    by_cell = {(row.max_batch_size, row.num_drafts): row.memory for row in rows}
+    assert by_cell[4, 5].recurrent_state_bytes == by_cell[4, 1].recurrent_state_bytes
+    assert by_cell[4, 1].recurrent_state_bytes == 4 * by_cell[1, 1].recurrent_state_bytes
+    assert by_cell[4, 5].weights_bytes == by_cell[1, 1].weights_bytes
+
+
+def test_kv_cache_is_one_byte_an_element_in_fp8(large) -> None:
+    half = plan_memory(large, replace(SPEC, kv_dtype=KvDtype.FLOAT16), 0).kv_cache_bytes
+    assert half == 2 * plan_memory(large, SPEC, 0).kv_cache_bytes == 2 * 17 * 2 * 4 * 4 * 4096 * 256
+
+
+def test_weights_without_a_draft_are_counted_without_it() -> None:
+    model = tiny_shapes("qwen3_5_text")
+    with_draft, without = (plan_memory(model, replace(SPEC, max_verify=verify)) for verify in (4, 1))
+    assert with_draft.weights_bytes > without.weights_bytes > 0
+    assert with_draft.kv_cache_bytes > without.kv_cache_bytes
+
+
+def test_the_command_prints_a_table_and_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(TINY), "--budget-gib", "8"], {}) == 0
+    assert "a verify position costs" in capsys.readouterr().out
+    assert main(["plan", str(TINY), "--budget-gib", "0.51"], {}) == 2
+    captured = capsys.readouterr()
+    assert "does not fit" in captured.out
+    assert "4 rows with 3 drafts need" in captured.err

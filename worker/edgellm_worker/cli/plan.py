@@ -1,0 +1,99 @@
+"""`edgellm-worker plan MODEL`: device memory of the tensorrt engine over batch sizes and draft lengths, before a build.
+
+Needs no GPU. With a budget, or on a machine with a GPU, what does not fit is marked, and a requested size that does not
+fit ends with exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from edgellm_worker.cli.options import add_settings, given_flags
+from edgellm_worker.config import load_settings
+from edgellm_worker.engine.build.plan import PlanRow, plan_grid, verify_state_bytes_per_position
+from edgellm_worker.engine.build.spec import EngineSpec
+from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
+from edgellm_worker.engine.checkpoint.quantization import KvScheme
+from edgellm_worker.engine.errors import EngineFault
+from edgellm_worker.engine.models.registry import read_model
+from edgellm_worker.engine.ops.api import KvDtype
+from edgellm_worker.engine.runtime.cuda import Cuda
+from edgellm_worker.errors import ExitCode
+
+FIELDS = ("speculative_config", "max_batch_size", "max_kv_cache_capacity")
+DEFAULT_DRAFTS = 3
+_GIB = float(1 << 30)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="checkpoint folder")
+    parser.add_argument("--budget-gib", type=float, help="memory to fit into (default: this machine's GPU, if any)")
+    parser.add_argument("--decode-weights", action="store_true", help="count quantized weights as float16")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON, in bytes")
+    add_settings(parser, FIELDS)
+
+
+def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    settings, _ = load_settings(given_flags(arguments), environment)
+    checkpoint = open_checkpoint(settings.model_dir, read_values=False)
+    model = read_model(checkpoint.model_config, checkpoint.base, checkpoint.draft)
+    drafting = settings.speculative_config
+    wanted = 0 if model.mtp is None else DEFAULT_DRAFTS if drafting is None else drafting.num_speculative_tokens
+    spec = EngineSpec(
+        max_batch_size=settings.max_batch_size,
+        max_kv_cache_capacity=min(settings.max_kv_cache_capacity, model.config.max_positions),
+        max_verify=wanted + 1,
+        kv_dtype=KvDtype.FP8 if checkpoint.base.kv.scheme is KvScheme.FP8 else KvDtype.FLOAT16,
+        runs_fp8=not arguments.decode_weights,
+        runs_fp4=not arguments.decode_weights,
+    )
+    batches = sorted({1, 2, 4, 8, spec.max_batch_size})
+    drafts = sorted({0, 1, 3, 5, wanted}) if model.mtp is not None else [0]
+    rows = plan_grid(model, spec, batches, drafts)
+    budget = _budget_bytes(arguments.budget_gib)
+    if arguments.json:
+        sys.stdout.write(json.dumps({"budget_bytes": budget, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    else:
+        single, kept = (verify_state_bytes_per_position(model, spec, copies=copies) for copies in (1, 2))
+        sys.stdout.write(table(rows, budget))
+        sys.stdout.write(
+            f"a verify position costs {single / 1e6:.2f} MB of state over {spec.max_batch_size} rows, one copy"
+            f" ({kept / 1e6:.2f} MB as kept, k and log g twice)\n"
+        )
+    chosen = next(row for row in rows if (row.max_batch_size, row.num_drafts) == (spec.max_batch_size, wanted))
+    if budget is not None and chosen.memory.total_bytes > budget:
+        sys.stderr.write(
+            f"edgellm-worker: {spec.max_batch_size} rows with {wanted} drafts need"
+            f" {chosen.memory.total_bytes / _GIB:.2f} GiB, there are {budget / _GIB:.2f}\n"
+        )
+        return ExitCode.OPERATOR
+    return ExitCode.DONE
+
+
+def table(rows: Sequence[PlanRow], budget: float | None) -> str:
+    """GiB per kind, one line per batch size and draft length."""
+    kinds = ("weights", "kv_cache", "recurrent_state", "pending", "workspace")
+    lines = ["batch drafts " + " ".join(f"{kind:>15s}" for kind in kinds) + f" {'total':>8s}"]
+    for row in rows:
+        sizes = " ".join(f"{getattr(row.memory, f'{kind}_bytes') / _GIB:15.3f}" for kind in kinds)
+        fits = "" if budget is None or row.memory.total_bytes <= budget else "  does not fit"
+        lines.append(f"{row.max_batch_size:5d} {row.num_drafts:6d} {sizes} {row.memory.total_bytes / _GIB:8.3f}{fits}")
+    note = "GiB; total includes 0.5 for the library and its kernels"
+    if budget is not None:
+        note += f"; budget {budget / _GIB:.2f}"
+    return "\n".join([*lines, note]) + "\n"
+
+
+def _budget_bytes(budget_gib: float | None) -> float | None:
+    """What was asked for, else the GPU's free memory, else nothing to compare with."""
+    if budget_gib is not None:
+        return budget_gib * _GIB
+    try:
+        with Cuda() as cuda:
+            return cuda.memory()[0]
+    except EngineFault:
+        return None
