@@ -18,6 +18,7 @@ from edgellm_worker.daemon import Daemon, DaemonParts
 from edgellm_worker.engine.child.handle import ChildEngineHandle, ChildOptions
 from edgellm_worker.engine.child.messages import Load
 from edgellm_worker.engine.child.watchdog import WatchdogLimits
+from edgellm_worker.engine.errors import EngineError
 from edgellm_worker.engine.runtime.rules import SpeculativeRules
 from edgellm_worker.queue import scripts as worker_scripts
 from edgellm_worker.queue.config import QueueConfig
@@ -59,6 +60,17 @@ def without_fence() -> None:
     worker_scripts.read_lua = read_mutant
 
 
+async def start_engine(options: ChildOptions) -> ChildEngineHandle:
+    """A worker whose engine dies while it first loads exits with 4, to be started again by its supervisor. That is
+    here: a fault of chaos may meet a worker that has just begun.
+    """
+    while True:
+        try:
+            return await ChildEngineHandle.start(options)
+        except EngineError:
+            await asyncio.sleep(0.1)
+
+
 async def main(url: str, queue_name: str) -> None:
     queue = RedisQueue(
         QueueConfig(
@@ -78,7 +90,7 @@ async def main(url: str, queue_name: str) -> None:
         watchdog=WatchdogLimits(load_s=30, progress_s=5),
         backoff_s=(0.1, 0.2),
     )
-    engine = await ChildEngineHandle.start(options)
+    engine = await start_engine(options)
     settings = config(read_size=4, block_s=0.2, sweep_s=0.3, grace_s=5.0)
     daemon = Daemon(DaemonParts(queue, engine, model(), metrics(engine.limits), time.monotonic), settings)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, daemon.stop)
