@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -65,11 +65,13 @@ class Producer:
         timeout_s: float = 5.0,
     ) -> None:
         self.keys = Keys(queue)
-        options = LinkOptions(timeout_s=timeout_s, retries=COMMAND_RETRIES, password=password)
+        options = LinkOptions(
+            timeout_s=timeout_s, retries=COMMAND_RETRIES, password=password, route_key=self.keys.config
+        )
         with _mapped_errors():
             self._commands = Commands(url, options)
             self._blocked = Commands(
-                url, LinkOptions(timeout_s=BLOCK_MS / 1000 + BLOCK_MARGIN_S, max_connections=1, password=password)
+                url, replace(options, timeout_s=BLOCK_MS / 1000 + BLOCK_MARGIN_S, max_connections=1, retries=0)
             )
         self._reader = ReplyReader(self._blocked, self._commands)
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from edgellm_producer.connect import LinkOptions, make_pool
+from edgellm_producer.connect import Dialer
 from edgellm_producer.keys import Keys
 from edgellm_worker.queue.config import QueueConfig
+from edgellm_worker.queue.link import link_options
 
 
 class EventListener:
@@ -22,8 +23,8 @@ class EventListener:
     def __init__(self, config: QueueConfig, on_event: Callable[[str, str], None]) -> None:
         self._channel = Keys(config.queue).events
         self._on_event = on_event
-        options = LinkOptions(password=config.password)
-        self._client = Redis.from_pool(make_pool(config.url, options, config.command_timeout_s))
+        options = link_options(config, config.command_timeout_s)
+        self._dialer = Dialer(config.url, options, config.command_timeout_s)
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -38,7 +39,8 @@ class EventListener:
                 await asyncio.sleep(self.BACK_OFF_S)
 
     async def _subscribed(self) -> None:
-        async with self._client.pubsub(ignore_subscribe_messages=True) as pubsub:
+        client = Redis(connection_pool=await self._dialer.pool())
+        async with client.pubsub(ignore_subscribe_messages=True) as pubsub:
             await pubsub.subscribe(self._channel)
             while not self._closing:
                 message = await pubsub.get_message(timeout=self.POLL_S)
@@ -52,4 +54,3 @@ class EventListener:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._client.aclose()

@@ -29,7 +29,8 @@ RETRIES_PER_RENEWAL: Final = 5
 
 
 class LeaseKeeper:
-    """`connect` makes a synchronous client; it is called in the thread. `on_news` is called from the thread whenever a
+    """`connect` makes a synchronous client of the server in charge; it is called in the thread, again after each error,
+    as another server may be in charge by then. `on_news` is called from the thread whenever a
     held job was found lost or cancelled.
     """
 
@@ -46,6 +47,7 @@ class LeaseKeeper:
         self._held = held
         self._clock = clock
         self._connect = connect
+        self._client: Any = None
         self._on_news = on_news
         self._key = Keys(config.queue).config
         self._stop = threading.Event()
@@ -67,21 +69,28 @@ class LeaseKeeper:
 
     def _run(self) -> None:
         period_s = self._config.lease_s / RENEWALS_PER_LEASE
-        client = self._connect()
         try:
             pause_s = 0.0
             while not self._stop.wait(pause_s):
                 started = time.monotonic()
-                renewed = self._try_renew(client)
+                renewed = self._try_renew()
                 wanted_s = period_s if renewed else period_s / RETRIES_PER_RENEWAL
                 pause_s = max(0.0, wanted_s - (time.monotonic() - started))
         finally:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
             client.close()
 
-    def _try_renew(self, client: Any) -> bool:
+    def _try_renew(self) -> bool:
         try:
-            lost, cancelled = self._renew(client)
+            if self._client is None:
+                self._client = self._connect()
+            lost, cancelled = self._renew(self._client)
         except (RedisError, OSError) as error:
+            self._disconnect()
             logger.warning("leases not renewed for %.1f s: %s", self.renewal_age_s, error)
             return False
         self._renewed_at = time.monotonic()

@@ -18,6 +18,16 @@ from edgellm_worker.queue.held import ReplyClock
 from edgellm_worker.queue.scripts import script
 
 
+def link_options(config: QueueConfig, timeout_s: float, max_connections: int = 20) -> LinkOptions:
+    """No command is repeated by the connection: a repeat is the caller's decision."""
+    return LinkOptions(
+        timeout_s=timeout_s,
+        max_connections=max_connections,
+        password=config.password,
+        route_key=Keys(config.queue).config,
+    )
+
+
 @contextmanager
 def mapped_errors() -> Iterator[None]:
     """Whatever Redis or the network says, the caller's answer is the same: keep what you have and try again."""
@@ -28,14 +38,14 @@ def mapped_errors() -> Iterator[None]:
 
 
 class Link:
-    """No command is repeated by the library: a repeat is the caller's decision."""
+    """Runs scripts, one round trip each."""
 
     def __init__(self, config: QueueConfig, clock: ReplyClock) -> None:
         self._clock = clock
         self._config_key = Keys(config.queue).config
         self.num_reconnects = 0
         self._is_down = False
-        self._commands = Commands(config.url, LinkOptions(timeout_s=config.command_timeout_s, password=config.password))
+        self._commands = Commands(config.url, link_options(config, config.command_timeout_s))
 
     async def run(self, name: str, args: Sequence[str | bytes | int]) -> Any:
         try:
@@ -75,12 +85,8 @@ class Waiter:
         self._clock = clock
         self._block_ms = config.block_ms
         self._lanes = Keys(config.queue).lanes
-        self._commands = Commands(
-            config.url,
-            LinkOptions(
-                timeout_s=config.block_ms / 1000 + self.BLOCK_MARGIN_S, max_connections=1, password=config.password
-            ),
-        )
+        timeout_s = config.block_ms / 1000 + self.BLOCK_MARGIN_S
+        self._commands = Commands(config.url, link_options(config, timeout_s, max_connections=1))
         self._read: asyncio.Task[None] | None = None
         self._is_blocked = False
 

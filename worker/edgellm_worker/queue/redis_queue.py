@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from edgellm_producer.connect import LinkOptions, connect_blocking
+from edgellm_producer.connect import connect_blocking
 from edgellm_producer.keys import Priority
 from edgellm_producer.wire import Delta, Job, Status, encode
 from edgellm_worker.queue.api import Answer, BeginOutcome, Delivery, QueueCounters, QueueStats
@@ -25,7 +25,7 @@ from edgellm_worker.queue.errors import ModelMismatch, QueueUnavailable
 from edgellm_worker.queue.events import EventListener
 from edgellm_worker.queue.held import Entry, HeldTable, ReplyClock
 from edgellm_worker.queue.lease import LeaseKeeper
-from edgellm_worker.queue.link import Link, Waiter
+from edgellm_worker.queue.link import Link, Waiter, link_options
 from edgellm_worker.queue.rows import Newer, Row, Settlement, decode_row, ending, parse_row
 
 logger = logging.getLogger(__name__)
@@ -354,7 +354,7 @@ class RedisQueue:
 
     def _connect_keeper(self) -> object:
         timeout_s = min(self._config.command_timeout_s, max(1.0, self._config.lease_s / 3))
-        options = LinkOptions(timeout_s=timeout_s, max_connections=1, password=self._config.password)
+        options = link_options(self._config, timeout_s, max_connections=1)
         return connect_blocking(self._config.url, options)
 
     async def close(self) -> None:
