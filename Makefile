@@ -23,9 +23,6 @@ test: install
 soak: install
 	$(BIN)/python -m pytest -m soak --timeout 3600
 
-gpu: install
-	$(BIN)/python -m pytest -m gpu
-
 # Needs the extra `oracle` (torch, transformers).
 oracle: install
 	$(BIN)/python -m pytest -m oracle
