@@ -42,6 +42,7 @@ from edgellm_worker.queue.config import QueueConfig, new_consumer_name
 from edgellm_worker.queue.redis_queue import RedisQueue
 from edgellm_worker.sampling_defaults import SamplingDefaults
 from edgellm_worker.sdnotify import Notifier
+from edgellm_worker.statusline import StatusLine
 from edgellm_worker.telemetry import Telemetry
 from edgellm_worker.tokenizer import Tokenizer
 from edgellm_worker.tracing import Tracer, tracer_of
@@ -192,14 +193,16 @@ async def serve(settings: Settings, environment: Mapping[str, str]) -> ExitCode:
     log = structlog.get_logger("edgellm_worker.app")
     with _metrics_server(settings, face) as port, redis_url(settings) as url:
         log.info("loading", model=str(settings.model), engine=settings.engine, metrics=port.url)
+        status = StatusLine(face.snapshot, time.monotonic)
         try:
-            async with assembled(settings, url) as parts:
+            async with status.shown(), assembled(settings, url) as parts:
                 with _tracer(settings, environment, parts.model.worker) as tracer:
                     daemon = Daemon(
                         DaemonParts(parts.queue, parts.engine, parts.model, parts.metrics, time.monotonic, tracer),
                         daemon_config(settings),
                     )
                     face.ready(daemon)
+                    status.metrics = parts.metrics
                     stop.guard(daemon)
                     log.info("ready", worker=parts.model.worker, queue=settings.queue, redis=_shown(url))
                     await _run_beside_house(daemon, parts.metrics, Notifier(environment))

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import MutableMapping
 from enum import StrEnum
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -31,6 +31,16 @@ def _plain(value: object, *, spaces: bool = False) -> str:
     return text if is_plain else json.dumps(text)
 
 
+class _StandardError:
+    """Standard error as it is at the time of each write: a status line may have taken its place meanwhile."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 def configure_logs(form: LogFormat, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
     """Called once, by the command line. `stream` defaults to standard error."""
     renderer = structlog.processors.JSONRenderer(default=str) if form is LogFormat.JSON else _as_text
@@ -42,7 +52,7 @@ def configure_logs(form: LogFormat, *, level: int = logging.INFO, stream: TextIO
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(file=stream or sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=stream or cast("TextIO", _StandardError())),
         cache_logger_on_first_use=False,
     )
     bridge = logging.getLogger("edgellm_worker")
