@@ -21,6 +21,8 @@ import pytest
 import redis as redis_library
 
 VERSIONS = ("valkey-9.1", "redis-7.0", "redis-6.2")
+FROM_PIP = ("valkey-9.1", "redis-6.2")
+"""These come with `make install`, so that no machine may lack them in CI; Debian's Redis is used where it is."""
 
 
 def program_of(version: str) -> str | None:
@@ -51,7 +53,7 @@ class RedisServer:
     def __init__(self, version: str, *, port: int = 0, settings: dict[str, str] | None = None) -> None:
         program = program_of(version)
         if program is None:
-            if os.environ.get("CI") == "true":
+            if os.environ.get("CI") == "true" and version in FROM_PIP:
                 pytest.fail(f"{version} is missing; CI must have it")
             pytest.skip(f"{version} is not installed")
         self.version = version
