@@ -54,7 +54,15 @@ class LinkOptions:
             "socket_connect_timeout": self.connect_timeout_s,
             "health_check_interval": 0,
             "protocol": 2,
+            **_nameless(),
         }
+
+
+def _nameless() -> dict[str, None]:
+    """No CLIENT SETINFO on connecting: a user of least rights may not send it. Releases spell this differently."""
+    from importlib.util import find_spec  # noqa: PLC0415
+
+    return dict.fromkeys(("driver_info",) if find_spec("redis.driver_info") else ("lib_name", "lib_version"))
 
 
 def _pool_at(url: str, options: LinkOptions, timeout_s: float | None) -> redis.asyncio.ConnectionPool:

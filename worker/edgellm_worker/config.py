@@ -17,10 +17,20 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from edgellm_producer.keys import NAME_PATTERN
+from edgellm_producer.topology import Target
 from edgellm_worker.batching import FormerConfig, Scheduling
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from edgellm_worker.errors import ConfigError
@@ -148,6 +158,12 @@ class Settings(BaseModel):
     log_format: LogFormat = _option(
         _OPERATION, "log lines for people or for machines", default=LogFormat.TEXT, metavar="KIND"
     )
+
+    @field_validator("redis_url")
+    @classmethod
+    def _of_a_known_kind(cls, value: SecretStr) -> SecretStr:
+        Target.parse(value.get_secret_value())
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
