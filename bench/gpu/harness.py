@@ -14,7 +14,7 @@ import numpy as np
 from edgellm_worker.engine.build.builder import Builder, BuildSettings, RowRange, collecting_logger
 from edgellm_worker.engine.build.segments import Segment, cut
 from edgellm_worker.engine.checkpoint.weights import Array
-from edgellm_worker.engine.ops.graph import Dtype, Graph
+from edgellm_worker.engine.ops.graph import Dtype, Graph, Lowering
 from edgellm_worker.engine.runtime.cuda import Cuda
 from edgellm_worker.engine.runtime.tensorrt_kernels import Binding, Control, Kernels, Mode
 from edgellm_worker.engine.runtime.tensorrt_program import Bindings, Engines, Parts, Program, lay_out
@@ -38,13 +38,14 @@ def save(name: str, result: object) -> None:
 class Device:
     """Networks are compiled on first use at a low optimization level and kept by their structural key."""
 
-    def __init__(self, level: int = 1) -> None:
+    def __init__(self, level: int = 1, lowering: Lowering | None = None) -> None:
         self.library = load_library()
         self.cuda = Cuda()
         self.logger = collecting_logger(self.library)
         self.builder = Builder(self.library, BuildSettings(optimization_level=level))
         self.weights = WeightStore(self.cuda)
         self.kernels = Kernels(self.cuda, self.weights)
+        self.lowering = lowering or self.library.lowering
         self.build_s = 0.0
 
     def describe(self) -> dict[str, str]:
@@ -59,7 +60,7 @@ class Device:
     def parts(self, graph: Graph, ranges: tuple[RowRange, ...] | None = None) -> Parts:
         engines = Engines(self.library, self.cuda, self.logger)
         plans: dict[str, bytes] = {}
-        for step in cut(graph):
+        for step in cut(graph, self.lowering):
             if isinstance(step, Segment) and step.key not in plans:
                 rows = ranges or (RowRange(1, max(1, step.num_rows), max(1, step.num_rows)),)
                 began = time.perf_counter()
@@ -84,7 +85,7 @@ class Device:
             pointer = self.cuda.allocate(size)
             self.cuda.fill_zero(pointer, size)
             bound[name] = Binding(pointer)
-        layout = lay_out(graph, frozenset(bound))
+        layout = lay_out(graph, frozenset(bound), self.lowering)
         control = Control(self.upload(slots), self.upload(parity), batch)
         bindings = Bindings(bound, self.cuda.allocate(layout.num_bytes), control, mode)
         return Program(graph, layout, parts or self.parts(graph), bindings), bound

@@ -15,7 +15,7 @@ import numpy as np
 from bench.gpu.harness import Device, relative_error, save, say
 from edgellm_worker.engine.checkpoint.weights import Array, DenseWeight, Fp8Weight, KvScales, Nvfp4Weight
 from edgellm_worker.engine.ops.api import DeltaInputs, DeltaPending, KvCache, KvDtype
-from edgellm_worker.engine.ops.graph import Dtype, Value
+from edgellm_worker.engine.ops.graph import Dtype, Lowering, Value
 from edgellm_worker.engine.ops.reference import NumpyOps
 from edgellm_worker.engine.ops.tensorrt import TensorRtOps
 from edgellm_worker.engine.runtime.tensorrt_kernels import Mode
@@ -94,8 +94,10 @@ class Cases:
         yield from self.row_op("add", sums, lambda o, x, y: (o.add(x, y),), FLOAT_BOUND)
         yield from self.row_op("concat", {"x": x, "y": y}, lambda o, x, y: (o.concat((x, y)),))
         yield from self.row_op("split", {"x": x}, lambda o, x: o.split(x, (16, d - 16)))
-        yield from self.row_op("split_heads", {"x": x}, lambda o, x: (o.split_heads(x, 4),))
-        yield from self.row_op("merge_heads", {"x": gate}, lambda o, x: (o.merge_heads(x),))
+        yield from self.row_op(
+            "split_heads", {"x": x}, lambda o, x: (o.swiglu(o.split_heads(x, 4), o.split_heads(x, 4)),)
+        )
+        yield from self.row_op("merge_heads", {"x": gate}, lambda o, x: (o.swiglu(o.merge_heads(x), o.merge_heads(x)),))
         cos_sin = {"x": self.half(b, n, 4, 64), "c": np.cos(angle), "s": np.sin(angle)}
         yield from self.row_op("rotary", cos_sin, lambda o, x, c, s: (o.rotary(x, c, s),))
         ab = {"a": self.half(b, n, 8, scale=4), "b": self.half(b, n, 8)}
@@ -281,8 +283,8 @@ class Cases:
         yield from self.conv(10240, 6, [1, 6])
 
 
-def main(seed: int) -> int:
-    device = Device(level=0)
+def main(seed: int, lowering: Lowering | None) -> int:
+    device = Device(0, lowering)
     say(device.describe())
     results = []
     failed = 0
@@ -299,4 +301,5 @@ def main(seed: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1))
+    chosen = Lowering(sys.argv[2]) if len(sys.argv) > 2 else None
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1, chosen))

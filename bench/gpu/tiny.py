@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.gpu.harness import ROOT, TINY, say
@@ -20,6 +20,7 @@ from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
 from edgellm_worker.engine.models.config import read_config
 from edgellm_worker.engine.models.registry import Model, read_model
 from edgellm_worker.engine.ops.api import KvDtype
+from edgellm_worker.engine.ops.graph import Lowering
 from edgellm_worker.engine.runtime.cuda import Cuda
 from edgellm_worker.engine.runtime.draft_length import FixedDraftLength
 from edgellm_worker.engine.runtime.speculative import SpeculativeEngine, SpeculativeOptions
@@ -59,6 +60,7 @@ class Networks:
         engines = Engines(self.library, cuda, collecting_logger(self.library))
         engines.load({key: self.plans[key] for key in wanted})
         model = self.model if spec.max_verify > 1 else self.model.without_mtp()
+        options = replace(options, lowering=spec.lowering)
         return TensorRtExecutor(model, spec.layout, cuda, engines, spec.reader(), options)
 
     def _compile(self, missing: dict[str, Segment], spec: EngineSpec) -> None:
@@ -89,7 +91,8 @@ class Networks:
 
 
 def spec(num_slots: int, max_verify: int, level: int, capacity: int = 1536, chunk: int = 128) -> EngineSpec:
-    return EngineSpec(num_slots, capacity, max_verify, KvDtype.FLOAT16, chunk, level)
+    lowering = Lowering(os.environ.get("LOWERING", "products"))
+    return EngineSpec(num_slots, capacity, max_verify, KvDtype.FLOAT16, chunk, level, lowering=lowering)
 
 
 def engine(executor: TensorRtExecutor, num_drafts: int, capacity: int = 1536) -> SpeculativeEngine:

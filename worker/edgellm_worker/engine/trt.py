@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Any
 
 from edgellm_worker.engine.errors import BuildError
+from edgellm_worker.engine.ops.graph import Lowering
 
 
 class Flavour(StrEnum):
@@ -64,6 +65,10 @@ class Library:
     @property
     def has_fp4(self) -> bool:
         return self.flavour is Flavour.TENSORRT_RTX or self.version >= (10, 8, 0)
+
+    @property
+    def lowering(self) -> Lowering:
+        return Lowering.ROWS if self.is_strongly_typed else Lowering.PRODUCTS
 
     @property
     def compiles_without_gpu(self) -> bool:

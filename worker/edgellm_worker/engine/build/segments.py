@@ -16,7 +16,7 @@ import hashlib
 from dataclasses import dataclass
 
 from edgellm_worker.engine.checkpoint.weights import Fp8Weight, Nvfp4Weight, Weight
-from edgellm_worker.engine.ops.graph import KERNEL_OPS, STATE_OPS, Graph, Node, Op, Value
+from edgellm_worker.engine.ops.graph import STATE_OPS, Graph, Lowering, Node, Op, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ def node_weight_groups(node: Node) -> tuple[WeightGroup, ...]:
     return tuple(WeightGroup((weight,), is_matrix=False) for weight in node.weights)
 
 
-def cut(graph: Graph) -> tuple[Step, ...]:
+def cut(graph: Graph, lowering: Lowering = Lowering.ROWS) -> tuple[Step, ...]:
     """The steps of `graph` in execution order. A kernel call that needs nothing of the open segment goes before it."""
-    nodes = live_nodes(graph)
+    nodes, kernel_ops = live_nodes(graph), lowering.kernel_ops
     consumers: dict[Value, list[Node]] = {}
     for node in nodes:
         for value in node.inputs:
@@ -80,7 +80,7 @@ def cut(graph: Graph) -> tuple[Step, ...]:
             opened.clear()
 
     for node in nodes:
-        if node.op not in KERNEL_OPS:
+        if node.op not in kernel_ops:
             opened.append(node)
             continue
         if any(value.producer in opened for value in node.inputs):

@@ -13,6 +13,7 @@ from edgellm_worker.engine.build.segments import Segment, cut
 from edgellm_worker.engine.build.weight_policy import WeightPolicy, WeightReader
 from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.ops.api import KvDtype
+from edgellm_worker.engine.ops.graph import Lowering
 from edgellm_worker.engine.trt import Target
 
 MODEL_CODE_VERSION = 1
@@ -32,15 +33,18 @@ class EngineSpec:
     target: Target = Target.CURRENT
     runs_fp8: bool = False
     runs_fp4: bool = False
+    lowering: Lowering = Lowering.ROWS
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> EngineSpec:
         """From `as_json`."""
-        kinds = {"kv_dtype": KvDtype(given["kv_dtype"]), "target": Target(given["target"])}
+        kinds: dict[str, Any] = {"kv_dtype": KvDtype(given["kv_dtype"]), "target": Target(given["target"])}
+        kinds["lowering"] = Lowering(given["lowering"])
         return cls(**{**given, **kinds})
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "kv_dtype": self.kv_dtype.value, "target": self.target.value}
+        enums = {"kv_dtype": self.kv_dtype, "target": self.target, "lowering": self.lowering}
+        return {**asdict(self), **{name: member.value for name, member in enums.items()}}
 
     @property
     def layout(self) -> StateLayout:
@@ -62,5 +66,5 @@ class EngineSpec:
         whole = model if self.max_verify > 1 else model.without_mtp()
         found: dict[str, Segment] = {}
         for graph in Recorder(whole, self.layout, reader).all(self.prefill_chunk).values():
-            found.update({step.key: step for step in cut(graph) if isinstance(step, Segment)})
+            found.update({step.key: step for step in cut(graph, self.lowering) if isinstance(step, Segment)})
         return found

@@ -65,6 +65,19 @@ KERNEL_OPS = frozenset({
 })  # fmt: skip
 
 
+class Lowering(StrEnum):
+    """What a network holds: all row operations between two kernel calls, or matrix products alone. Builders that fuse
+    well (TensorRT-RTX, 10 and later) get the first; TensorRT 8.6 makes many small kernels of it, so it gets the second.
+    """
+
+    ROWS = "rows"
+    PRODUCTS = "products"
+
+    @property
+    def kernel_ops(self) -> frozenset[Op]:
+        return KERNEL_OPS if self is Lowering.ROWS else frozenset(Op) - {Op.LINEAR, Op.FUSED_LINEAR}
+
+
 # These write into the state that they are given, so they are wanted for themselves.
 STATE_OPS = frozenset({Op.ATTEND, Op.CONV_COMMIT, Op.CAUSAL_CONV, Op.GATED_DELTA_RULE, Op.DELTA_FOLD})
 

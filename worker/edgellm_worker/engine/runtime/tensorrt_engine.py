@@ -48,7 +48,12 @@ def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
         engines = Engines(library, cuda, collecting_logger(library))
         engines.load(bundle.plans)
         executor = TensorRtExecutor(
-            model, spec.layout, cuda, engines, spec.reader(), TensorRtOptions(spec.prefill_chunk)
+            model,
+            spec.layout,
+            cuda,
+            engines,
+            spec.reader(),
+            TensorRtOptions(spec.prefill_chunk, lowering=spec.lowering),
         )
     except BaseException:
         cuda.close()
@@ -102,6 +107,7 @@ def engine_spec(
         prefill_chunk=options.prefill_chunk_tokens,
         runs_fp8=policy.runs_fp8 and has_fp8,
         runs_fp4=policy.runs_fp4 and capability >= 100,
+        lowering=library.lowering,
     )
 
 

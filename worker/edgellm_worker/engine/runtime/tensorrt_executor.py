@@ -28,7 +28,7 @@ from edgellm_worker.engine.build.plan import memory_kind
 from edgellm_worker.engine.build.weight_policy import WeightReader
 from edgellm_worker.engine.checkpoint.weights import Array
 from edgellm_worker.engine.models.registry import Model
-from edgellm_worker.engine.ops.graph import Graph
+from edgellm_worker.engine.ops.graph import Graph, Lowering
 from edgellm_worker.engine.runtime.cuda import Cuda
 from edgellm_worker.engine.runtime.cuda import Graph as CudaGraph
 from edgellm_worker.engine.runtime.executor import DraftChooser, Int, PrefillChunk, RoundInput, RoundOutput
@@ -49,6 +49,7 @@ class TensorRtOptions:
 
     prefill_chunk: int = 128
     use_graphs: bool = True
+    lowering: Lowering = Lowering.ROWS
 
 
 class TensorRtExecutor:
@@ -226,14 +227,15 @@ class TensorRtExecutor:
     # --- programs ---
 
     def _program(self, graph: Graph, values: Mapping[str, Binding], batch: int, mode: Mode) -> Program:
-        layout = lay_out(graph, frozenset(values))
+        layout = lay_out(graph, frozenset(values), self._options.lowering)
         control = Control(self._block.slots, self._block.parity, batch)
         return Program(graph, layout, self._parts, Bindings(values, self._arena, control, mode))
 
     def _arena_bytes(self) -> int:
         """The most any pass needs. Smaller batches and fewer drafts need less of the same."""
         record, bound = self._recorder, frozenset({*self._state, *self._block.names(), *_Outputs.NAMES})
-        return max(lay_out(graph, bound).num_bytes for graph in record.all(self._options.prefill_chunk).values())
+        graphs = record.all(self._options.prefill_chunk).values()
+        return max(lay_out(graph, bound, self._options.lowering).num_bytes for graph in graphs)
 
     def _slot_kernel(self, name: str, signature: str, num_blocks: int) -> Any:
         kernel = self._parts.kernels.token_kernel(name, signature)

@@ -14,8 +14,9 @@ import numpy as np
 
 from edgellm_worker.engine.build.segments import WeightGroup
 from edgellm_worker.engine.errors import BuildError
-from edgellm_worker.engine.ops.graph import Dtype, Node, Op, Value
+from edgellm_worker.engine.ops.graph import KERNEL_OPS, Dtype, Node, Op, Value
 from edgellm_worker.engine.runtime.cuda import Cuda, Kernel
+from edgellm_worker.engine.runtime.tensorrt_row_kernels import RowKernels
 from edgellm_worker.engine.runtime.tensorrt_weights import WeightStore
 
 Launch = Callable[[], None]
@@ -51,11 +52,14 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a call needs of its program: the bindings of values, the mode, the control arrays."""
+    """What a call needs of its program: the bindings of values, the mode, the control arrays, and the sums that the
+    norms after them compute.
+    """
 
     binding: Callable[[Value], Binding]
     mode: Mode
     control: Control
+    fused: frozenset[Node] = frozenset()
 
     def pointer(self, value: Value) -> int:
         return self.binding(value).pointer
@@ -69,6 +73,7 @@ class Kernels:
         self._weights = weights
         self._compiled: dict[tuple[str, str, tuple[tuple[str, int], ...]], Kernel] = {}
         self._frequencies: dict[tuple[float, ...], int] = {}
+        self._rows = RowKernels(cuda, weights, self._row_kernel)
         self._scratch: dict[tuple[int, int], tuple[int, int]] = {}
 
     def kernel(self, file: str, name: str, signature: str, macros: dict[str, int], shared_bytes: int = 0) -> Kernel:
@@ -79,13 +84,19 @@ class Kernels:
 
     def prepare(self, node: Node, place: Place) -> Launch | None:
         """-> what launches `node`, or None where another call does its work."""
-        return _CALLS[node.op](self, node, place)
+        if node.op in KERNEL_OPS:
+            return _CALLS[node.op](self, node, place)
+        return self._rows.prepare(node, place)
 
     def call(self, kernel: Kernel, grid: tuple[int, int, int], threads: int, *arguments: float) -> Launch:
         return lambda: self._cuda.run(kernel, grid, threads, arguments)
 
     def token_kernel(self, name: str, signature: str) -> Kernel:
         return self.kernel("tokens", name, signature, {})
+
+    def _row_kernel(self, name: str, signature: str, shared_bytes: int) -> Kernel:
+        """One module; what differs is the shared memory of a launch."""
+        return self.kernel("rows", name, signature, {"SHARED": shared_bytes}, shared_bytes)
 
     # --- one method per op ---
 

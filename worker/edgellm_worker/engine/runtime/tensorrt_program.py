@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from edgellm_worker.engine.build.segments import KernelCall, Segment, Step, cut
+from edgellm_worker.engine.build.segments import KernelCall, Segment, Step, cut, live_nodes
 from edgellm_worker.engine.errors import EngineError
-from edgellm_worker.engine.ops.graph import Graph, Op, Value
+from edgellm_worker.engine.ops.graph import Dtype, Graph, Lowering, Node, Op, Value
 from edgellm_worker.engine.runtime.cuda import Cuda
 from edgellm_worker.engine.runtime.tensorrt_kernels import Binding, Control, Kernels, Launch, Mode, Place
 from edgellm_worker.engine.runtime.tensorrt_weights import WeightStore
@@ -34,35 +35,56 @@ _IN_PLACE: dict[Op, tuple[tuple[int, int], ...]] = {
 }
 
 
+# Heads side by side are heads apart: only outside of networks, where nothing need be copied.
+_VIEWS: dict[Op, tuple[tuple[int, int], ...]] = {Op.SPLIT_HEADS: ((0, 0),), Op.MERGE_HEADS: ((0, 0),)}
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Steps and where each value lies in the arena."""
+    """Steps, where each value lies in the arena, and the values that are another one (in place, or a view of it)."""
 
     steps: tuple[Step, ...]
     offsets: Mapping[Value, int]
     num_bytes: int
+    roots: Mapping[Value, Value]
+    fused: frozenset[Node]
 
 
-def in_place_roots(graph: Graph) -> dict[Value, Value]:
+def in_place_roots(graph: Graph, lowering: Lowering) -> dict[Value, Value]:
     """Outputs that are their input, written in place -> the value they ultimately are."""
+    table = _IN_PLACE if lowering is Lowering.ROWS else {**_IN_PLACE, **_VIEWS}
     roots: dict[Value, Value] = {}
     for node in graph.nodes:
-        for output, source in _IN_PLACE.get(node.op, ()):
+        for output, source in table.get(node.op, ()):
             origin = node.inputs[source]
             roots[node.outputs[output]] = roots.get(origin, origin)
     return roots
 
 
-def lay_out(graph: Graph, bound: frozenset[str]) -> Layout:
+def fused_sums(graph: Graph, lowering: Lowering) -> frozenset[Node]:
+    """Sums of a float32 and a float16 value that a norm directly follows: its kernel computes them as well."""
+    if lowering is Lowering.ROWS:
+        return frozenset()
+    return frozenset(
+        one
+        for one, other in pairwise(live_nodes(graph))
+        if one.op is Op.ADD
+        and other.op is Op.RMS_NORM
+        and other.inputs[0] is one.outputs[0]
+        and one.inputs[1].dtype is Dtype.FLOAT16
+    )
+
+
+def lay_out(graph: Graph, bound: frozenset[str], lowering: Lowering = Lowering.ROWS) -> Layout:
     """Place every value that is neither in place nor bound by name; a place is free again after its last reader."""
-    steps = cut(graph)
-    roots = in_place_roots(graph)
+    steps = cut(graph, lowering)
+    roots = in_place_roots(graph, lowering)
     given = {graph.outputs[name] for name in bound if name in graph.outputs}
     last_use: dict[Value, int] = {}
     for index, step in enumerate(steps):
         for value in _inputs(step):
-            last_use[value] = index
-    last_use.update((value, len(steps)) for value in graph.outputs.values())
+            last_use[roots.get(value, value)] = index
+    last_use.update((roots.get(value, value), len(steps)) for value in graph.outputs.values())
     places = _Places()
     offsets: dict[Value, int] = {}
     for index, step in enumerate(steps):
@@ -70,16 +92,16 @@ def lay_out(graph: Graph, bound: frozenset[str]) -> Layout:
             if value not in roots and value not in given:
                 offsets[value] = places.take(_num_bytes(value), last_use.get(value, index))
         places.release(index)
-    return Layout(steps, offsets, places.num_bytes)
+    return Layout(steps, offsets, places.num_bytes, roots, fused_sums(graph, lowering))
 
 
 def _inputs(step: Step) -> Sequence[Value]:
-    """A convolution fused with a commit reads what the commit would have read."""
+    """A convolution fused with a commit, and a norm fused with a sum, read what those would have read."""
     if isinstance(step, Segment):
         return step.inputs
     values = list(step.node.inputs)
     for value in step.node.inputs:
-        if value.producer is not None and value.producer.op is Op.CONV_COMMIT:
+        if value.producer is not None and value.producer.op in (Op.CONV_COMMIT, Op.ADD):
             values.extend(value.producer.inputs)
     return values
 
@@ -139,9 +161,9 @@ class Program:
     def __init__(self, graph: Graph, layout: Layout, parts: Parts, bindings: Bindings) -> None:
         self._bindings = bindings
         self._layout = layout
-        self._roots = in_place_roots(graph)
+        self._roots = layout.roots
         self._named = {value: name for name, value in (*graph.inputs.items(), *graph.outputs.items())}
-        place = Place(self.binding, bindings.mode, bindings.control)
+        place = Place(self.binding, bindings.mode, bindings.control, layout.fused)
         launches: list[Launch] = []
         for step in layout.steps:
             match step:
