@@ -6,7 +6,6 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import pytest
@@ -15,8 +14,8 @@ from edgellm_producer import Delta, Producer, QueueUnreachable, ResultTimeout, S
 from edgellm_producer.keys import GROUP
 from edgellm_worker.queue.api import BeginOutcome
 from edgellm_worker.queue.errors import QueueUnavailable
-from edgellm_worker.queue.redis_queue import RedisQueue
 from edgellm_worker.queue.scripts import script
+from tests.support.answering import answering, eventually
 from tests.support.proxy import Proxy, proxy_to
 from tests.support.queue_rig import NORMAL, Rig, ids, ok, open_rig, until
 from tests.support.redis_server import RedisServer
@@ -29,39 +28,6 @@ StartServer = Callable[..., RedisServer]
 async def proxy(default_server: RedisServer) -> AsyncIterator[Proxy]:
     async with proxy_to(default_server.socket_path) as started:
         yield started
-
-
-async def eventually(call: Callable[[], object], timeout_s: float = 10.0) -> object:
-    """Repeat what the daemon would repeat, until Redis takes it."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            try:
-                return await call()  # type: ignore[misc]
-            except QueueUnavailable:
-                await asyncio.sleep(0.05)
-
-
-@asynccontextmanager
-async def answering(worker: RedisQueue) -> AsyncIterator[None]:
-    """A daemon in ten lines: takes, begins, answers, and tries again what Redis refused."""
-    closing = False
-
-    async def serve() -> None:
-        while not closing:
-            deliveries = await eventually(lambda: worker.take(8))
-            if not deliveries:
-                await worker.wait(0.1)
-                continue
-            outcomes = await eventually(lambda d=deliveries: worker.begin(d))  # type: ignore[misc]
-            started = [d for d, o in zip(deliveries, outcomes, strict=True) if o is BeginOutcome.STARTED]  # type: ignore[call-overload]
-            await eventually(lambda s=started: worker.finish([ok(d, d.job.prompt or "") for d in s]))  # type: ignore[misc]
-
-    task = asyncio.create_task(serve())
-    try:
-        yield
-    finally:
-        closing = True
-        await task
 
 
 async def test_a_read_whose_reply_is_lost_parks_nothing(one_rig: Rig, proxy: Proxy) -> None:
