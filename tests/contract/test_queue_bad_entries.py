@@ -76,7 +76,7 @@ async def test_an_invalid_job_is_rejected_by_the_name_of_its_field(rig: Rig) -> 
     cases = {
         "range": ({"prompt": "x", "top_p": 7}, "invalid_field", "top_p"),
         "unknown": ({"prompt": "x", "beams": 3}, "unsupported_field", "beams"),
-        "missing": ({}, "invalid_field", None),
+        "missing": ({}, "invalid_field", "prompt"),
         "unbuilt": (
             {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
             "unsupported_field",
