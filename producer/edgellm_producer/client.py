@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -100,19 +101,38 @@ class Producer:
     async def submit_many(self, jobs: Iterable[Mapping[str, Any]]) -> list[SubmittedJob]:
         """Enqueue many jobs, in order, in one round trip per 500 jobs or 4 MiB.
 
-        All are validated before the first is sent. `QueueFull` says which ids had got in before the bound.
+        A chunk is validated whole before it is sent, while the server works on the one before. The first job that is
+        refused (`JobRejected`, `QueueFull`) ends the call with its chunk; the error's `accepted_ids` are in the queue.
         """
-        bodies = list(jobs)
-        ids = new_job_ids(len(bodies))
-        envelopes = [seal({"id": job_id, **fields}) for job_id, fields in zip(ids, bodies, strict=True)]
         submitted: list[SubmittedJob] = []
-        for chunk in _chunks(envelopes):
-            answers = await self._run("submit", [word for envelope in chunk for word in envelope.arguments()])
-            for envelope, answer in zip(chunk, answers, strict=True):
-                try:
-                    submitted.append(self._submitted(envelope, answer))
-                except QueueFull as full:
-                    raise QueueFull(full.length, full.limit, tuple(job.id for job in submitted)) from full
+        in_flight: asyncio.Task[list[SubmittedJob]] | None = None
+        try:
+            for chunk in _chunks(jobs):
+                if in_flight is not None:
+                    submitted += await in_flight
+                in_flight = asyncio.create_task(self._submit_chunk(chunk))
+                await asyncio.sleep(0)  # it is on its way now
+            return submitted if in_flight is None else submitted + await in_flight
+        except (JobRejected, QueueFull) as error:
+            submitted += await _jobs_of(in_flight, error)
+            error.accepted_ids = (*(job.id for job in submitted), *error.accepted_ids)
+            raise
+        finally:
+            if in_flight is not None:
+                in_flight.cancel()
+
+    async def _submit_chunk(self, chunk: Sequence[Envelope]) -> list[SubmittedJob]:
+        answers = await self._run("submit", [word for envelope in chunk for word in envelope.arguments()])
+        submitted: list[SubmittedJob] = []
+        refused: JobRejected | QueueFull | None = None
+        for envelope, answer in zip(chunk, answers, strict=True):
+            try:
+                submitted.append(self._submitted(envelope, answer))
+            except (JobRejected, QueueFull) as error:
+                refused = refused or error
+        if refused is not None:
+            refused.accepted_ids = tuple(job.id for job in submitted)
+            raise refused
         return submitted
 
     def _submitted(self, envelope: Envelope, answer: Sequence[bytes]) -> SubmittedJob:
@@ -201,14 +221,31 @@ class Producer:
             return await run(self._commands.execute, script(name), self.keys.config, args)
 
 
-def _chunks(envelopes: Sequence[Envelope]) -> Iterator[list[Envelope]]:
+async def _jobs_of(
+    in_flight: asyncio.Task[list[SubmittedJob]] | None, error: JobRejected | QueueFull
+) -> list[SubmittedJob]:
+    """What the chunk before the refused one got in; its own refusal comes second, its accepted ids do not get lost."""
+    try:
+        return [] if in_flight is None else await in_flight
+    except (JobRejected, QueueFull) as other:
+        if other is not error:
+            error.accepted_ids = other.accepted_ids
+        return []
+
+
+def _chunks(jobs: Iterable[Mapping[str, Any]]) -> Iterator[list[Envelope]]:
+    """Sealed jobs in chunks of bounded number and size; the ids of a chunk are drawn in one go."""
+    bodies = iter(jobs)
     chunk: list[Envelope] = []
-    size = 0
-    for envelope in envelopes:
-        if chunk and (len(chunk) == MAX_BULK_JOBS or size + len(envelope.packed) > MAX_BULK_BYTES):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(envelope)
-        size += len(envelope.packed)
-    if chunk:
+    while batch := list(islice(bodies, MAX_BULK_JOBS)):
+        ids = new_job_ids(len(batch))
+        sealed = [seal({"id": job_id, **fields}) for job_id, fields in zip(ids, batch, strict=True)]
+        size = 0
+        for envelope in sealed:
+            if chunk and size + len(envelope.packed) > MAX_BULK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(envelope)
+            size += len(envelope.packed)
         yield chunk
+        chunk = []

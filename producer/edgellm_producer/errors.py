@@ -47,7 +47,12 @@ class JobError(EdgellmError):
 
 
 class JobRejected(JobError):  # noqa: N818
-    """Refused for what it says; `field` names the offending field."""
+    """Refused for what it says; `field` names the offending field.
+
+    `accepted_ids`: what a bulk submit had got in when it met this job, in order.
+    """
+
+    accepted_ids: tuple[str, ...] = ()
 
 
 class JobFailed(JobError):  # noqa: N818

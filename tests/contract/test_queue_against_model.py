@@ -200,6 +200,7 @@ def test_the_scripts_do_what_the_table_says(default_server: RedisServer) -> None
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_the_scripts_do_what_the_table_says_at_length(server: RedisServer) -> None:
     machine = type("PairOnServer", (Pair,), {"server": server})
     run_state_machine_as_test(

@@ -28,6 +28,27 @@ async def test_a_full_queue_says_so_with_length_and_limit(rig: Rig) -> None:
     await rig.submit()
 
 
+async def test_a_bulk_submit_that_meets_a_wrong_job_says_what_is_in(rig: Rig) -> None:
+    """One chunk is all or nothing as to wrong fields; the chunks before it are in."""
+    bodies: list[dict[str, object]] = [{"prompt": "x"} for _ in range(1200)]
+    bodies[1100] = {"prompt": "x", "top_p": 9}
+    with pytest.raises(JobRejected) as caught:
+        await rig.producer.submit_many(bodies)
+    assert caught.value.field == "top_p"
+    entries = rig.admin.xrange(rig.keys.lane(NORMAL))
+    assert [fields["id"] for _, fields in entries] == list(caught.value.accepted_ids)
+    assert len(entries) == 1000
+
+
+async def test_a_bulk_submit_with_a_conflict_says_all_that_is_in(rig: Rig) -> None:
+    await rig.submit("one", idempotency_key="key")
+    bodies = [{"prompt": "a"}, {"prompt": "two", "idempotency_key": "key"}, {"prompt": "b"}]
+    with pytest.raises(JobRejected) as caught:
+        await rig.producer.submit_many(bodies)
+    assert len(caught.value.accepted_ids) == 2
+    assert rig.admin.xlen(rig.keys.lane(NORMAL)) == 3
+
+
 async def test_a_tenant_holds_a_window_of_the_lane_and_the_rest_waits_in_order(rig: Rig) -> None:
     worker = await rig.worker()
     jobs = await rig.producer.submit_many([{"prompt": "x", "tenant": "a"} for _ in range(WINDOW + 3)])

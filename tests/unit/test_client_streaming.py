@@ -90,7 +90,7 @@ def test_whatever_was_cut_short_the_reader_ends_with_the_answer(pieces: list[str
         ({"prompt": "x", "id": "{}"}, "invalid_field", "id"),
         ({"prompt": "x", "tenant": "a:b"}, "invalid_field", "tenant"),
         ({"prompt": "x", "v": 2}, "unsupported_version", "v"),
-        ({}, "invalid_field", None),
+        ({}, "invalid_field", "prompt"),
     ],
 )
 def test_a_wrong_job_is_rejected_by_field_before_it_is_sent(
