@@ -42,15 +42,12 @@ class Stage:
 
     def run(self, command: str) -> None:
         keep = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+        # /proc is mounted in a namespace of its own, so that it is gone with the command.
+        outer = (
+            f'mount -t proc proc "{self.root}/proc"; exec chroot --userspec={self.user}:{self.user} "{self.root}" "$@"'
+        )
         subprocess.run(
-            [
-                "chroot",
-                f"--userspec={self.user}:{self.user}",
-                self.root,
-                "/bin/sh",
-                "-ec",
-                f"cd {self.workdir}\n{command}",
-            ],
+            ["unshare", "--mount", "/bin/sh", "-ec", outer, "sh", "/bin/sh", "-ec", f"cd {self.workdir}\n{command}"],
             env={**keep, **self.args, **self.env},
             check=True,
         )
