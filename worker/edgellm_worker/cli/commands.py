@@ -39,6 +39,12 @@ COMMANDS: Final = (
     ),
     Command("build", "edgellm_worker.cli.build", "build an engine's bundle ahead of time"),
     Command("plan", "edgellm_worker.cli.plan", "device memory over batch sizes and draft lengths, before a build"),
+    Command(
+        "bench",
+        "edgellm_worker.cli.bench",
+        "sweep batch sizes and draft lengths of an engine, against the serialized run",
+        _ONE_THREAD,
+    ),
     Command("check", "edgellm_worker.cli.check", "validate everything `serve` needs, then exit"),
     Command("acl", "edgellm_worker.cli.acl", "the least rights on the server, as users for a worker and a producer"),
 )

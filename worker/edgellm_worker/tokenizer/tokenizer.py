@@ -46,6 +46,10 @@ class Tokenizer:
         self.eos_token_ids = self._eos_ids(config, special.get("eos_token"))
         self._templates = _templates(model_dir, names, special)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return "default" in self._templates
+
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
