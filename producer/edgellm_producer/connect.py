@@ -90,6 +90,7 @@ class Dialer:
         self._fixed = _pool_at(url, options, timeout_s) if self._target.kind is Kind.SINGLE else None
 
     async def pool(self) -> redis.asyncio.ConnectionPool:
+        self._target.check_files()
         return self._fixed or _pool_at(await self._find(), self._options, self._timeout_s)
 
     async def connection(self) -> Any:

@@ -16,11 +16,14 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from errno import ENOENT
+from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import SplitResult, parse_qsl, quote, urlencode, urlsplit
 
 Address = tuple[str, int]
 
+FILE_OPTIONS: Final = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"})
 SINGLE_SCHEMES: Final = frozenset({"redis", "rediss", "unix"})
 
 
@@ -63,10 +66,13 @@ class Target:
         """Raises ValueError; its message never holds the URL, which may hold a password."""
         parts = urlsplit(url)
         base, _, word = parts.scheme.partition("+")
+        if base != "rediss" and (wrong := [name for name, _ in parse_qsl(parts.query) if name.startswith("ssl_")]):
+            raise ValueError(f"redis URL: {wrong[0]} is for rediss:// and rediss+...://, not for {parts.scheme}://")
         if not word:
             if base not in SINGLE_SCHEMES:
                 raise ValueError(f"redis URL: scheme {parts.scheme!r} is none of redis, rediss, unix or redis+cluster")
-            return cls(Kind.SINGLE, _database_of(parts), url=url)
+            _check_port(parts)
+            return cls(Kind.SINGLE, _database_of(parts), url=url, query=parts.query)
         if base not in {"redis", "rediss"} or word not in {Kind.SENTINEL, Kind.CLUSTER}:
             raise ValueError(f"redis URL: scheme {parts.scheme!r} is not known")
         return cls._of_many(parts, base, Kind(word))
@@ -94,6 +100,12 @@ class Target:
             query=urlencode(options),
             sentinel_credentials=f"{quote(user)}:{quote(password)}@" if password else "",
         )
+
+    def check_files(self) -> None:
+        """Raises FileNotFoundError with the option's name: the library's own error names neither that nor the file."""
+        for name, path in parse_qsl(self.query):
+            if name in FILE_OPTIONS and not Path(path).exists():
+                raise FileNotFoundError(ENOENT, f"{name}: no such file", path)
 
     def dialogue(self, slot: int) -> Generator[Question, Any, str]:
         """Raises the library's ConnectionError when nobody names a server."""
@@ -145,6 +157,13 @@ def _address(text: str, default_port: int) -> Address:
     if not port.isdigit():
         raise ValueError(f"redis URL: port {port!r} is no number")
     return host.strip("[]"), int(port)
+
+
+def _check_port(parts: SplitResult) -> None:
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError("redis URL: its port is no number from 0 to 65535") from error
 
 
 def _database_of(parts: SplitResult) -> int:

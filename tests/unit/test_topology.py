@@ -7,7 +7,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from edgellm_producer.topology import Kind, Question, Target, slot_of
 
-SENTINELS = "redis+sentinel://user:pa%40ss@s1,s2:1234/main/3?ssl_ca_certs=ca.pem&sentinel_password=other"
+SENTINELS = "rediss+sentinel://user:pa%40ss@s1,s2:1234/main/3?ssl_ca_certs=ca.pem&sentinel_password=other"
 
 
 def ask(url: str, replies: dict[tuple[str, str], object], slot: int = 5) -> tuple[str, list[Question]]:
@@ -69,9 +69,9 @@ def test_the_master_is_who_a_sentinel_names_and_who_says_so_itself():
         ("10.0.0.9:6380", "ROLE"): [b"master", 1, []],
     }
     url, asked = ask(SENTINELS, replies)
-    assert url == "redis://user:pa%40ss@10.0.0.9:6380/3?ssl_ca_certs=ca.pem"
+    assert url == "rediss://user:pa%40ss@10.0.0.9:6380/3?ssl_ca_certs=ca.pem"
     assert [question.is_for_sentinel for question in asked] == [True, True, False]
-    assert asked[0].url == "redis://:other@s1:26379?ssl_ca_certs=ca.pem"
+    assert asked[0].url == "rediss://:other@s1:26379?ssl_ca_certs=ca.pem"
 
 
 def test_a_sentinel_that_names_a_replica_is_not_believed():
