@@ -103,7 +103,7 @@ class ChildEngineHandle:
         self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
         self._is_running = False
         self._is_recycling = False
-        self._is_closing = False
+        self._closing = asyncio.Event()
         self._wake = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
 
@@ -159,7 +159,7 @@ class ChildEngineHandle:
         return await self._events.get()
 
     async def close(self) -> None:
-        self._is_closing = True
+        self._closing.set()
         if self._is_running:
             self._send(Close())
         if self._process is not None and self._process.returncode is None:
@@ -181,7 +181,7 @@ class ChildEngineHandle:
 
     async def _supervise(self) -> None:
         failures = 0
-        while not self._is_closing:
+        while not self._closing.is_set():
             started = time.monotonic()
             try:
                 end = await self._one_life()
@@ -192,6 +192,8 @@ class ChildEngineHandle:
                 end = _End(f"{type(fault).__name__}: {fault}")
             self._is_running = self._is_recycling = False
             self._watchdog.disarm()
+            if self._closing.is_set():
+                return
             lost, self._rows = tuple(sorted(self._rows)), set()
             log.warning("engine process ended: %s", end.reason)
             self._events.put_nowait(EngineFailure(lost, end.reason, end.hung))

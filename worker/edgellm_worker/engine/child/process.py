@@ -7,6 +7,7 @@ it too. It ignores SIGINT and SIGTERM, which service managers send to the whole 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import queue
@@ -61,7 +62,8 @@ class Pipe:
 def prepare_process() -> None:
     """Die with the parent, be the kernel's first choice when memory runs out, leave signals to the parent."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ))
+    with contextlib.suppress(OSError):  # a sandbox without /proc has no say in it
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
