@@ -61,7 +61,9 @@ class Networks:
         engines.load({key: self.plans[key] for key in wanted})
         model = self.model if spec.max_verify > 1 else self.model.without_mtp()
         options = replace(options, lowering=spec.lowering)
-        return TensorRtExecutor(model, spec.layout, cuda, engines, spec.reader(), options)
+        executor = TensorRtExecutor(model, spec.layout, cuda, engines, spec.reader(), options)
+        executor.warm_up([spec.max_verify - 1])
+        return executor
 
     def _compile(self, missing: dict[str, Segment], spec: EngineSpec) -> None:
         folder = Path(os.environ.get("PLANS", tempfile.mkdtemp())) / f"level{self.level}"

@@ -3,11 +3,11 @@
 `tensorrt` (8.6, 10.x, 11.x: data-centre GPUs, Jetson by JetPack) and `tensorrt_rtx` (RTX GPUs, DGX Spark, pip) share
 most of their Python API. The rest of the engine asks `Library` instead of comparing versions.
 
-    flavour         strongly typed   attention, KV update   FP8   FP4   compiles without a GPU
-    tensorrt 8.6    no               no                     no    no    no
-    tensorrt 10.x   yes              from 10.15             yes   10.8  no
-    tensorrt 11.x   always           yes                    yes   yes   no
-    tensorrt_rtx    yes              from 1.4               yes   yes   yes, for the targets in `Target`
+    flavour         strongly typed   FP8   FP4    compiles without a GPU
+    tensorrt 8.6    no               no    no     no
+    tensorrt 10.x   yes              yes   10.8   no
+    tensorrt 11.x   always           yes   yes    no
+    tensorrt_rtx    yes              yes   yes    yes, for the targets in `Target`
 """
 
 from __future__ import annotations
@@ -52,11 +52,6 @@ class Library:
     @property
     def is_strongly_typed(self) -> bool:
         return self.flavour is Flavour.TENSORRT_RTX or self.version >= (10, 0, 0)
-
-    @property
-    def has_native_attention(self) -> bool:
-        minimum = (1, 4, 0) if self.flavour is Flavour.TENSORRT_RTX else (10, 15, 0)
-        return self.version >= minimum
 
     @property
     def has_fp8(self) -> bool:

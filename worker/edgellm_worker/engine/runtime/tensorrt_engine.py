@@ -59,6 +59,7 @@ def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
         cuda.close()
         raise
     drafting = _drafting(model, options)
+    executor.warm_up(sorted({0, spec.max_verify - 1}))
     limits = engine_limits(model, spec, options)
     traits = EngineTraits(
         name=f"{NAME} ({library.name}, {cuda.name})",

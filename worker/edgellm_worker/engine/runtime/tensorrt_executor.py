@@ -109,6 +109,20 @@ class TensorRtExecutor:
         self._engines.close()
         self._cuda.close()
 
+    def warm_up(self, draft_lengths: Sequence[int]) -> None:
+        """Run every pass twice, so that none is captured while jobs wait. Before the first row: it writes rubbish into
+        caches, which rows overwrite before they see it.
+        """
+        for size in self._prefill_sizes():
+            for _ in range(2):
+                self.prefill(0, PrefillChunk(np.zeros(min(size, self._layout.capacity - 1), np.int32), 0, 0))
+        for num_rows in range(1, self.num_slots + 1):
+            zeros = np.zeros(num_rows, np.int32)
+            batch = RoundInput(np.zeros((num_rows, 1), np.int32), zeros + 1, zeros + 1, zeros)
+            for num_drafts in draft_lengths:
+                for _ in range(2):
+                    self.run_round(batch, num_drafts, [_no_choice] * num_rows)
+
     def clear(self, slot: int) -> None:
         """Caches need none of it: a row never sees positions it did not write."""
         physical = self._slots[slot]
@@ -240,6 +254,10 @@ class TensorRtExecutor:
     def _slot_kernel(self, name: str, signature: str, num_blocks: int) -> Any:
         kernel = self._parts.kernels.token_kernel(name, signature)
         return lambda *arguments: self._cuda.run(kernel, (num_blocks, 1, 1), 256, arguments)
+
+
+def _no_choice(_scores: Scores, _position: int) -> int:
+    return 0
 
 
 class _Pass:

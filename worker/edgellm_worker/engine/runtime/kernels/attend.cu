@@ -270,16 +270,34 @@ extern "C" __global__ void __launch_bounds__(128) attend(const half_t* __restric
   if (!sh.is_last) return;
   __threadfence();
   const float* all = partial + cell * SPLITS * QROWS * (D + 2);
-  for (int i = threadIdx.x; i < num_rows * D; i += 128) {
-    const int r = i / D, c = i % D, row = first_row + r;
-    float top = -1e30f, sum = 0.f, value = 0.f;
+  // weights of the spans once per row (in the score tile, which is free now), then columns with loads in flight
+  float* weights = &sh.s[0][0];
+  constexpr int MOST = TILE + 4;  // spans whose weights fit beside each other
+  for (int r = threadIdx.x; r < num_rows; r += 128) {
+    float top = -1e30f, sum = 0.f;
     for (int j = 0; j < num_splits; ++j) top = fmaxf(top, all[(size_t)(j * QROWS + r) * (D + 2) + D]);
     for (int j = 0; j < num_splits; ++j) {
-      const float* part = all + (size_t)(j * QROWS + r) * (D + 2);
-      const float w = exp2f(part[D] - top);
-      sum += w * part[D + 1];
-      value += w * part[c];
+      const float* part = all + (size_t)(j * QROWS + r) * (D + 2) + D;
+      const float w = exp2f(part[0] - top);
+      sum += w * part[1];
+      if (j < MOST) weights[r * MOST + j] = w;
     }
-    out[(((size_t)b * num_tokens + row / G) * HQ + head * G + row % G) * D + c] = f2h(value * v_scale / sum);
+    sh.m[r] = top;
+    sh.l[r] = v_scale / sum;
+  }
+  __syncthreads();
+  for (int c = threadIdx.x; c < D; c += 128) {
+#pragma unroll 4
+    for (int r = 0; r < num_rows; ++r) {
+      const float* part = all + (size_t)r * (D + 2);
+      float value = 0.f;
+#pragma unroll 4
+      for (int j = 0; j < num_splits; ++j) {
+        const float* span = part + (size_t)j * QROWS * (D + 2);
+        value += (j < MOST ? weights[r * MOST + j] : exp2f(span[D] - sh.m[r])) * span[c];
+      }
+      const int row = first_row + r;
+      out[(((size_t)b * num_tokens + row / G) * HQ + head * G + row % G) * D + c] = f2h(value * sh.l[r]);
+    }
   }
 }

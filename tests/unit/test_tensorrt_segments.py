@@ -1,0 +1,158 @@
+"""Recording, cutting and placing: what becomes a network, what a kernel, and where values lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edgellm_worker.engine.build.passes import Recorder
+from edgellm_worker.engine.build.profiles import row_ranges
+from edgellm_worker.engine.build.segments import KernelCall, Segment, cut
+from edgellm_worker.engine.build.spec import EngineSpec
+from edgellm_worker.engine.build.weight_policy import WeightPolicy
+from edgellm_worker.engine.checkpoint.weights import DenseWeight, Fp8Weight, Nvfp4Weight
+from edgellm_worker.engine.errors import BuildError
+from edgellm_worker.engine.ops.api import KvDtype, Ops
+from edgellm_worker.engine.ops.graph import KERNEL_OPS, Dtype, Graph, Lowering, Op, Value
+from edgellm_worker.engine.ops.tensorrt import TensorRtOps
+from edgellm_worker.engine.ops.tensorrt_rows import ROW_LOWERINGS
+from edgellm_worker.engine.runtime import tensorrt_kernels, tensorrt_row_kernels
+from edgellm_worker.engine.runtime.tensorrt_program import lay_out
+from edgellm_worker.engine.trt import Flavour, Library, Target, load_library, parse_version
+from tests.support.tensorrt_models import tiny_shapes
+
+SPEC = EngineSpec(4, 256, 4, KvDtype.FLOAT16, prefill_chunk=16)
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, Graph]:
+    model = tiny_shapes("qwen3_5_text")
+    return Recorder(model, SPEC.layout, SPEC.reader()).all(16)
+
+
+def test_every_op_is_recorded_and_has_a_lowering_of_each_kind() -> None:
+    """A new op without one fails here."""
+    ops = {name for name in vars(Ops) if not name.startswith("_")}
+    assert ops == {op.value for op in Op}
+    assert all(hasattr(TensorRtOps, op) for op in Op)
+    assert set(ROW_LOWERINGS) == set(Op) - KERNEL_OPS
+    assert set(tensorrt_kernels._CALLS) == KERNEL_OPS
+    assert set(tensorrt_row_kernels._CALLS) == set(Op) - KERNEL_OPS - {Op.LINEAR, Op.FUSED_LINEAR}
+
+
+@pytest.mark.parametrize("lowering", Lowering)
+def test_steps_run_in_an_order_in_which_every_value_is_made_before_it_is_read(graphs, lowering: Lowering) -> None:
+    for graph in graphs.values():
+        made = set(graph.inputs.values())
+        for step in cut(graph, lowering):
+            inputs = step.inputs if isinstance(step, Segment) else step.node.inputs
+            assert set(inputs) <= made
+            made.update(step.outputs if isinstance(step, Segment) else step.node.outputs)
+        assert set(graph.outputs.values()) <= made
+
+
+def test_layers_of_one_kind_share_their_networks(graphs) -> None:
+    segments = [step for step in cut(graphs["verify"]) if isinstance(step, Segment)]
+    assert len(segments) == 15
+    assert len({segment.key for segment in segments}) == 6
+    assert {step.key for step in cut(graphs["prefill"]) if isinstance(step, Segment)} & {s.key for s in segments}
+
+
+def test_networks_of_products_hold_nothing_else(graphs) -> None:
+    steps = cut(graphs["verify"], Lowering.PRODUCTS)
+    inside = {node.op for step in steps if isinstance(step, Segment) for node in step.nodes}
+    assert inside == {Op.LINEAR, Op.FUSED_LINEAR}
+    assert not any(isinstance(step, KernelCall) and step.node.op in inside for step in steps)
+
+
+def test_what_leads_nowhere_is_not_run(graphs) -> None:
+    """A draft head that only keeps up writes its cache; its attention output, MLP and logits are for nobody."""
+    assert [step.node.op for step in cut(graphs["draft idle"]) if isinstance(step, KernelCall)][-1] is Op.ATTEND
+    assert len(cut(graphs["draft idle"])) < len(cut(graphs["draft first"]))
+
+
+@pytest.mark.parametrize("lowering", Lowering)
+def test_values_that_live_at_once_never_overlap(graphs, lowering: Lowering) -> None:
+    """Replays each layout with a last-use table of its own, views and fused sums included."""
+    for graph in graphs.values():
+        layout = lay_out(graph, frozenset(), lowering)
+        read_at: dict[Value, int] = {}
+        for index, step in enumerate(layout.steps):
+            values = list(step.inputs if isinstance(step, Segment) else step.node.inputs)
+            if isinstance(step, KernelCall) and step.node.op is Op.RMS_NORM and values[0].producer in layout.fused:
+                values += values[0].producer.inputs
+            read_at.update((layout.roots.get(value, value), index) for value in values)
+        read_at.update((layout.roots.get(value, value), len(layout.steps)) for value in graph.outputs.values())
+        alive: list[tuple[int, int, int]] = []
+        for index, step in enumerate(layout.steps):
+            alive = [span for span in alive if span[2] >= index]
+            for value in step.outputs if isinstance(step, Segment) else step.node.outputs:
+                if value not in layout.offsets:
+                    continue
+                begin = layout.offsets[value]
+                end = begin + int(np.prod(value.shape)) * value.dtype.num_bytes
+                assert all(end <= other or begin >= other_end for other, other_end, _ in alive)
+                assert end <= layout.num_bytes
+                alive.append((begin, end, read_at.get(value, index)))
+
+
+def test_shapes_that_do_not_agree_are_refused_by_the_op() -> None:
+    ops = TensorRtOps()
+    x = ops.input("x", (1, 2, 8), Dtype.FLOAT16)
+    with pytest.raises(BuildError, match="linear: shapes do not agree"):
+        ops.linear(x, DenseWeight(np.zeros((4, 9), np.float16)))
+    with pytest.raises(BuildError, match="declared twice"):
+        ops.input("x", (1,), Dtype.INT32)
+
+
+@pytest.mark.parametrize(("slots", "verify", "chunk"), [(1, 1, 16), (4, 6, 128), (8, 6, 128), (64, 4, 128), (2, 4, 8)])
+def test_row_ranges_cover_every_pass_without_gaps(slots: int, verify: int, chunk: int) -> None:
+    ranges = row_ranges(slots, verify, chunk)
+    covered = [rows for one in ranges for rows in range(one.least, one.most + 1)]
+    assert covered == list(range(1, max(slots * verify, chunk) + 1))
+    assert all(one.least <= one.typical <= one.most for one in ranges)
+
+
+@pytest.mark.parametrize(
+    ("flavour", "version", "fp8", "fp4", "lowering"),
+    [
+        (Flavour.TENSORRT, "8.6.1", False, False, Lowering.PRODUCTS),
+        (Flavour.TENSORRT, "10.3.0", True, False, Lowering.ROWS),
+        (Flavour.TENSORRT, "10.15.1.29", True, True, Lowering.ROWS),
+        (Flavour.TENSORRT_RTX, "1.7.1.116", True, True, Lowering.ROWS),
+    ],
+)
+def test_what_a_release_can_do(flavour: Flavour, version: str, fp8: bool, fp4: bool, lowering: Lowering) -> None:
+    library = Library(None, flavour, parse_version(version))
+    assert (library.has_fp8, library.has_fp4) == (fp8, fp4)
+    assert library.lowering is lowering
+
+
+def test_a_missing_library_is_an_error_that_says_what_to_install() -> None:
+    with pytest.raises(BuildError, match=r"edgellm-worker\[tensorrt\].*edgellm-worker\[rtx\]"):
+        load_library(Flavour.TENSORRT)
+
+
+def test_weights_that_the_target_cannot_run_are_decoded_once_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rtx = Library(None, Flavour.TENSORRT_RTX, (1, 7, 1))
+    on_ada, on_blackwell = (WeightPolicy.of(rtx, target) for target in (Target.SM89, Target.SM120))
+    spec = EngineSpec(1, 64, 1, KvDtype.FLOAT16, runs_fp8=on_ada.runs_fp8, runs_fp4=on_ada.runs_fp4)
+    fp4 = Nvfp4Weight(np.full((2, 16), 0x22, np.uint8), np.ones((2, 2), np.float32), np.float32(2))
+    fp8 = Fp8Weight(np.ones((2, 2), np.float32), np.float32(0.5))
+    read = spec.reader()
+    assert on_blackwell.runs(fp4)
+    assert not on_ada.runs(fp4)
+    assert read(fp8) is fp8
+    assert "decoded to float16" not in caplog.text
+    decoded = read(_e4m3(fp4))
+    assert isinstance(decoded, DenseWeight)
+    assert np.all(decoded.data == np.float16(2))
+    assert "decoded to float16" in caplog.text
+
+
+def _e4m3(weight: Nvfp4Weight) -> Nvfp4Weight:
+    import ml_dtypes
+
+    return Nvfp4Weight(weight.data, weight.block_scale.astype(ml_dtypes.float8_e4m3fn), weight.global_scale)
