@@ -37,7 +37,7 @@ def fetch_gguf(folder: Path) -> Path:
 def convert(gguf: Path, target: Path, folder: Path) -> None:
     venv.create(folder / "env", with_pip=True)
     python = folder / "env" / "bin" / "python"
-    subprocess.run([python, *PIP, "install", *CONVERTER_NEEDS], check=True)
+    subprocess.run([python, *PIP, "install", "-c", ROOT / "constraints.txt", *CONVERTER_NEEDS], check=True)
     subprocess.run([python, ROOT / "bench" / "smollm2" / "convert.py", gguf, target], check=True)
 
 

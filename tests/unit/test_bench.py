@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from edgellm_worker.errors import ConfigError, ExitCode
 from edgellm_worker.tokenizer import Tokenizer
 from tests.support.counting_engine import DRAFT_S, PREFILL_S, ROUND_S, CountingEngine, Log
+from tests.support.edgellm_setup import EOS, count_tokens, job, open_fake, write_bundle
+from tests.support.fake_edgellm import Behaviour, Script
 
 TINY = Path(edgellm_worker.__file__).parent / "data" / "tiny-qwen3.5-mtp"
 NUM_TOKENS = 13
@@ -183,6 +186,18 @@ def test_requests_are_chats_and_come_round_again():
     assert tokenizer.has_chat_template
     assert len(requests[0].prompt_token_ids) > len(tokenizer.encode("Say a."))
     assert (requests[0].max_new_tokens, requests[0].eos_token_ids) == (7, tokenizer.eos_token_ids)
+
+
+def test_the_vendors_runtime_is_swept_batch_by_batch(tmp_path):
+    """Over the fake of its native module: calls of at most as many rows as the batch size, each row in one of them."""
+    behaviour = Behaviour(lambda _text: Script([[10], [11, 12], [13, 14], [EOS]]), count_tokens)
+    bundle = write_bundle(tmp_path, num_drafts=2)
+    requests = [job(f"prompt {i}") for i in range(4)]
+    plan = SweepPlan((1, 3), (TWO_DRAFTS,), 1)
+    result = sweep(plan, lambda _: open_fake(bundle, behaviour), requests, time.perf_counter)
+    assert [len(call["texts"]) for call in behaviour.calls] == [1, *[1] * 4, 3, 1]
+    assert result.num_different_texts == 0
+    assert {run.texts for runs in result.runs.values() for run in runs} == {((10, 11, 12, 13, 14, EOS),) * 4}
 
 
 # --- the command ---
