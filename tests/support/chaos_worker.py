@@ -28,7 +28,11 @@ from tests.support.daemons import config, metrics, model
 
 CLOCK_STEP_S = 300.0
 FENCE = "if done then"
-ENGINE = (sys.executable, str(Path(__file__).with_name("child_engines.py")), "slow")
+ENGINE = (
+    sys.executable,
+    str(Path(__file__).with_name("child_engines.py")),
+    os.environ.get("EDGELLM_CHAOS_ENGINE", "slow"),
+)
 
 
 class SteppingClock:
