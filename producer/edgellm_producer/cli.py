@@ -1,4 +1,4 @@
-"""`edgellm-producer`: submit, status, cancel, dead, batch, gateway.
+"""`edgellm-producer`: submit, status, cancel, dead, batch, gateway, script, schema.
 
 A command is a row of COMMANDS: its name, what it adds to the parser, and a coroutine that is given a producer and
 returns the exit code.
@@ -17,6 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
 
+from edgellm_producer import protocol
 from edgellm_producer.batch import command as batch
 from edgellm_producer.client import Producer
 from edgellm_producer.dead import DeadLetter, DeadLetters, UnknownDeadLetter
@@ -241,6 +242,13 @@ COMMANDS: Final = (
     Command("dead", "look at the jobs that were given up", _dead_arguments, _dead, has_actions=True),
     Command("batch", "run a file of OpenAI batch lines", batch.add_arguments, batch.run_batch),
     Command("gateway", "serve an OpenAI-compatible HTTP front", gateway.add_arguments, gateway.run_gateway),
+    Command(
+        "script",
+        "print a server-side script, for other languages",
+        protocol.add_script_arguments,
+        protocol.print_script,
+    ),
+    Command("schema", "print the JSON Schema of the messages", protocol.no_arguments, protocol.print_schema),
 )
 
 _EXIT_CODES: Final[tuple[tuple[type[Exception], ExitCode], ...]] = (
