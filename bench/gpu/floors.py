@@ -89,7 +89,8 @@ def delta_floor() -> Iterator[Floor]:
     copy_ms = device.time_ms(copies) / layers
     yield Floor(
         "gated delta rule, 27B shapes, batch 4 x 6 positions and the fold, over a copy of its state",
-        ms / copy_ms, 4.0, True, f"{ms * 1e3:.1f} us against {copy_ms * 1e3:.1f} us ({2 * size / copy_ms / 1e9:.2f} TB/s)",
+        ms / copy_ms, 4.0, True,
+        f"{ms * 1e3:.1f} us against {copy_ms * 1e3:.1f} us ({2 * size / copy_ms / 1e9:.2f} TB/s)",
     )  # fmt: skip
     device.cuda.close()
 
@@ -259,7 +260,7 @@ def chain_ms(model: Model, rows: int) -> float:
         )  # cuts the chain into one plan a layer
     graph = ops.graph({"y": ops.linear(x, model.base.head)})
     index = np.arange(rows, dtype=np.int32)[None]
-    feeds = {name: index for name in graph.inputs}
+    feeds = dict.fromkeys(graph.inputs, index)
     feeds["x"] = np.random.default_rng(3).standard_normal((1, rows, model.config.hidden_size)).astype(np.float16)
     program, _ = device.program(graph, feeds, Mode.STEP, device.parts(graph, (RowRange(1, rows, rows),)))
     launches = [launch for launch in program._launches if not is_gather(launch)]
@@ -327,7 +328,8 @@ def pattern_floor(executor: TensorRtExecutor) -> Iterator[Floor]:
 
     together, alone = seconds(4), seconds(1)
     yield Floor(
-        "4 jobs together over one at a time, 1.6 billion dense, 3 drafts, fixed acceptance", 4 * alone / together, 3.5, False,
+        "4 jobs together over one at a time, 1.6 billion dense, 3 drafts, fixed acceptance",
+        4 * alone / together, 3.5, False,
         f"{1e3 * together / 64:.3f} ms a round of 4, {1e3 * alone / 64:.3f} ms of 1",
     )  # fmt: skip
 
@@ -374,9 +376,8 @@ def main(names: list[str]) -> int:
         for floor in PARTS[name]():
             results.append(floor)
             sign = "<=" if floor.is_most else ">="
-            say(
-                f"{'met   ' if floor.is_met else 'MISSED'} {floor.value:.3f} {sign} {floor.bound}  {floor.name}: {floor.detail}"
-            )
+            word = "met   " if floor.is_met else "MISSED"
+            say(f"{word} {floor.value:.3f} {sign} {floor.bound}  {floor.name}: {floor.detail}")
         save(f"floors_{name}.json", [{**vars(floor), "is_met": floor.is_met} for floor in results])
     return 0
 

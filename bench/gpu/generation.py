@@ -35,8 +35,9 @@ def main() -> int:
             faults += len(result["faults"])
             rows.append(result)
             say(
-                f"drafts {num_drafts} batch {batch}: {result['equal']}/{len(prompts)} equal, near ties {result['near_ties']},"
-                f" faults {result['faults']}, accepted {result['acceptance']:.3f}, {result['tokens_per_s']:.0f} tok/s"
+                f"drafts {num_drafts} batch {batch}: {result['equal']}/{len(prompts)} equal,"
+                f" near ties {result['near_ties']}, faults {result['faults']},"
+                f" accepted {result['acceptance']:.3f}, {result['tokens_per_s']:.0f} tok/s"
             )
     save("generation.json", rows)
     executor.close()
@@ -52,7 +53,7 @@ def compare(found: list, num_drafts: int, batch: int, seconds: float) -> dict:
             continue
         at = next((i for i, pair in enumerate(zip(got.token_ids, want, strict=False)) if pair[0] != pair[1]), -1)
         gap = prompt["logit_gaps"][at]
-        (near_ties if 0 <= at and gap < NEAR_TIE else faults).append((index, at, round(gap, 4)))
+        (near_ties if at >= 0 and gap < NEAR_TIE else faults).append((index, at, round(gap, 4)))
     drafted = sum(row.num_drafted for row in found)
     return {
         "drafts": num_drafts,

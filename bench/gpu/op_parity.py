@@ -292,9 +292,9 @@ def main(seed: int, lowering: Lowering | None) -> int:
         is_good = result.error <= result.bound
         failed += not is_good
         results.append(result)
-        say(
-            f"{'ok  ' if is_good else 'FAIL'} {result.error:9.2e} <= {result.bound:.0e}  {result.op:44s} {result.dtype} {result.shape}"
-        )
+        word = "ok  " if is_good else "FAIL"
+        where = f"{result.op:44s} {result.dtype} {result.shape}"
+        say(f"{word} {result.error:9.2e} <= {result.bound:.0e}  {where}")
     save("op_parity.json", [vars(result) for result in results])
     say(f"op parity: {len(results)} comparisons, {failed} failed, seed {seed}")
     return int(failed > 0)

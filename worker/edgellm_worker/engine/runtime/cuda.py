@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import resources
@@ -32,6 +33,8 @@ class Cuda:
             self._nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
         except ImportError as error:
             raise BuildError(f"cuda-python cannot be imported ({error}): install edgellm-worker[tensorrt]") from error
+        self._thread = threading.get_ident()
+        self._context: Any = None
         self._call("cuInit", 0)
         self._device = self._call("cuDeviceGet", ordinal)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
@@ -65,6 +68,10 @@ class Cuda:
         self._context = None
 
     def _call(self, name: str, *arguments: Any) -> Any:
+        if threading.get_ident() != self._thread and self._context is not None:
+            # The current context is a thread's own; an engine may be opened in one thread and stepped in another.
+            self._thread = threading.get_ident()
+            self._driver.cuCtxSetCurrent(self._context)
         result, *values = getattr(self._driver, name)(*arguments)
         if int(result) != 0:
             raise EngineError(f"{name}: {result.name}")
