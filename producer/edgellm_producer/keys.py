@@ -39,7 +39,7 @@ class Keys:
     queue: str = "default"
 
     def __post_init__(self) -> None:
-        if not re.match(NAME_PATTERN, self.queue):
+        if not re.fullmatch(NAME_PATTERN, self.queue):
             raise ValueError(f"queue: {self.queue!r} does not match {NAME_PATTERN}")
 
     @property

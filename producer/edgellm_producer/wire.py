@@ -26,6 +26,7 @@ MAX_NESTING: Final = 32
 MAX_STOP_STRINGS: Final = 16
 MAX_TOP_LOGPROBS: Final = 20
 MAX_REGEX_CHARACTERS: Final = 4096
+MAX_REPEATED_CHARACTERS: Final = 300
 DEFAULT_MAX_TOKENS: Final = 256
 DEFAULT_REPLY_TTL_S: Final = 3600
 
@@ -320,11 +321,18 @@ def unpack(payload: bytes, *, limit: int = MAX_JOB_BYTES) -> dict[str, Any]:
     return value
 
 
+def _short(text: str) -> str:
+    """What a job says of itself is repeated in its answer and in logs: no more of it than a person would read."""
+    return text if len(text) <= MAX_REPEATED_CHARACTERS else f"{text[:MAX_REPEATED_CHARACTERS]}..."
+
+
 def job_from(fields: dict[str, Any]) -> Job:
     """Validate a job; `JobRejected` names the first offending field in the words of the protocol."""
     version = fields.get("v", VERSION)
     if version != VERSION:
-        raise JobRejected(ErrorCode.UNSUPPORTED_VERSION, f"version {version!r}, this side speaks {VERSION}", field="v")
+        raise JobRejected(
+            ErrorCode.UNSUPPORTED_VERSION, f"version {_short(repr(version))}, this side speaks {VERSION}", field="v"
+        )
     try:
         return Job.model_validate(fields)
     except ValidationError as error:
@@ -332,7 +340,7 @@ def job_from(fields: dict[str, Any]) -> Job:
         # An error of the whole job has no place; its type is the field to blame then (see `Job._whole`).
         field = ".".join(str(part) for part in first["loc"][:2]) or first["type"]
         code = ErrorCode.UNSUPPORTED_FIELD if first["type"] == "extra_forbidden" else ErrorCode.INVALID_FIELD
-        raise JobRejected(code, first["msg"], field=field) from error
+        raise JobRejected(code, _short(first["msg"]), field=field and _short(field)) from error
 
 
 def decode_job(payload: bytes) -> Job:

@@ -36,7 +36,7 @@ class ApiKeys:
             words = line.split("#", 1)[0].split()
             if not words:
                 continue
-            if len(words) != 2 or not re.match(NAME_PATTERN, words[1]) or words[0] in tenants:
+            if len(words) != 2 or not re.fullmatch(NAME_PATTERN, words[1]) or words[0] in tenants:
                 raise AccessFileError(f"{path}:{number}: expected a new KEY and a TENANT ({NAME_PATTERN})")
             tenants[words[0]] = words[1]
         return cls(tenants)

@@ -157,7 +157,7 @@ def refusal(row: Row, status: Status, error: ErrorInfo, worker: str, dead_reason
 def _readable_id(row: Row, fields: dict[str, Any]) -> str:
     """The entry's id, else the envelope's, else nothing; what does not match the pattern never becomes a key."""
     for candidate in (row.id, fields.get("id")):
-        if isinstance(candidate, str) and re.match(ID_PATTERN, candidate):
+        if isinstance(candidate, str) and re.fullmatch(ID_PATTERN, candidate):
             return candidate
     return ""
 
