@@ -21,7 +21,8 @@ test: install
 
 # Full-size runs, and the wheel in a really empty environment.
 soak: install
-	$(BIN)/python -m pytest -m soak --timeout 3600
+	EDGELLM_SOAK_LOG=docs/logs/chaos.log $(BIN)/python -m pytest -m soak -s tests/process/test_chaos.py
+	EDGELLM_SOAK_LOG=docs/logs/soak.log $(BIN)/python -m pytest -m soak --timeout 3600 --ignore tests/process/test_chaos.py
 
 # Needs the extra `oracle` (torch, transformers).
 oracle: install
