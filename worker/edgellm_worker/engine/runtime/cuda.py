@@ -35,7 +35,10 @@ class Cuda:
             raise BuildError(f"cuda-python cannot be imported ({error}): install edgellm-worker[tensorrt]") from error
         self._thread = threading.get_ident()
         self._context: Any = None
-        self._call("cuInit", 0)
+        try:
+            self._call("cuInit", 0)
+        except RuntimeError as error:  # cuda-python's answer to a missing libcuda
+            raise BuildError(f"there is no NVIDIA driver on this machine: {error}") from error
         self._device = self._call("cuDeviceGet", ordinal)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         self._call("cuCtxSetCurrent", self._context)
@@ -207,6 +210,10 @@ class Cuda:
 
     def _cubin(self, name: str, source: str, options: list[str]) -> bytes:
         nvrtc = self._nvrtc
+        try:
+            nvrtc.nvrtcVersion()
+        except RuntimeError as error:  # the same for a missing libnvrtc
+            raise BuildError(f"kernels cannot be compiled, NVRTC is not installed: {error}") from error
         _, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if int(status) != 0:
