@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo test lint bench soak gpu oracle smollm2 vendor clean
+.PHONY: install demo test lint bench bench-peers soak gpu oracle smollm2 vendor clean
 
 install: $(STAMP)
 
@@ -37,6 +37,10 @@ bench: install
 	$(BIN)/python bench/queue_overhead.py
 	$(BIN)/python -m bench.idle_cpu
 	$(BIN)/python bench/import_time.py
+
+# Five Python queues beside this one; needs a package registry for their virtual environments.
+bench-peers: install
+	$(BIN)/python bench/peers/run.py
 
 # EDGELLM_VENDOR_WHEEL names the folder of an unpacked tensorrt-edgellm wheel (docs/edgellm.md).
 vendor: install
