@@ -156,7 +156,7 @@ async def account(rig: Rig, seed: int, count: int) -> None:
     """Every entry ends as one reply or as one dead letter without a readable id."""
     print("seed", seed)
     dice = random.Random(seed)
-    worker = await rig.worker(newer_version_delay_s=0)
+    worker = await rig.worker(newer_version_delay_s=0, max_dead_letters=2 * count)
     with rig.raw.pipeline(transaction=False) as pipeline:
         for number in range(count):
             named = {b"id": dice.choice([f"job-{number}".encode(), dice.randbytes(4)])} if dice.random() < 0.5 else {}
@@ -201,7 +201,7 @@ async def served(worker: RedisQueue, rig: Rig) -> Daemon:
     engine = FakeEngine(at_once=True)
     daemon = Daemon(DaemonParts(worker, engine, model(), metrics(engine.limits), time.monotonic), config(read_size=16))
     running = asyncio.create_task(daemon.run())
-    await until(lambda: not any(rig.admin.xlen(lane) for lane in rig.keys.lanes), 60)
+    await until(lambda: not any(rig.admin.xlen(lane) for lane in rig.keys.lanes), 250)
     daemon.stop()
     await running
     return daemon
