@@ -15,11 +15,11 @@ ONLY_IN = {
     "prometheus_client": ("metrics/",),
     "redis": ("queue/",),
     "structlog": ("app.py", "daemon.py", "logs.py", "outbox.py", "reader.py", "rows.py", "cli/"),
-    "rich": ("cli/",),
+    "rich": ("cli/", "statusline.py"),
     "edgellm_worker.cli": ("cli/",),
     "edgellm_worker.app": ("cli/", "demo.py"),
     "edgellm_worker.daemon": ("app.py", "demo.py"),
-    "edgellm_worker.metrics": ("metrics/", "app.py", "daemon.py", "demo.py", "rows.py"),
+    "edgellm_worker.metrics": ("metrics/", "app.py", "daemon.py", "demo.py", "rows.py", "statusline.py"),
     "edgellm_worker.queue.redis_queue": ("queue/", "app.py"),
 }
 CORE = ("batching.py", "daemon.py", "jobs.py", "outbox.py", "reader.py", "retry.py", "rows.py", "running.py")
