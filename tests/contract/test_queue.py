@@ -9,6 +9,7 @@ import pytest
 
 from edgellm_producer import CancelOutcome, Delta, JobState, Reply, Status
 from edgellm_producer.keys import GROUP
+from edgellm_producer.wire import encode
 from edgellm_worker.queue.api import Answer, BeginOutcome
 from edgellm_worker.queue.errors import ModelMismatch
 from tests.support.queue_rig import HIGH, LOW, NORMAL, Rig, ids, ok, until
@@ -156,6 +157,19 @@ async def test_retry_waits_for_its_delay_and_keeps_the_submit_time(rig: Rig) -> 
     assert (await worker.stats()).delayed == 0
 
 
+async def test_a_late_retry_of_what_another_holds_does_nothing(rig: Rig) -> None:
+    """mastra#23698: another worker claimed it in between."""
+    first, second = await rig.worker("w1"), await rig.worker("w2")
+    await rig.submit()
+    (delivery,) = await first.take(1)
+    rig.end_lease(delivery, "w1")
+    (again,) = await second.take(1)
+    await first.retry(delivery, delay_s=0, reason="engine died")
+    assert (await second.stats()).delayed == 0
+    assert await second.begin([again]) == [BeginOutcome.STARTED]
+    assert await second.finish([ok(again)]) == [True]
+
+
 async def test_delayed_jobs_survive_the_loss_of_their_record(rig: Rig) -> None:
     worker = await rig.worker()
     await rig.submit("kept")
@@ -190,12 +204,11 @@ async def test_an_answered_job_that_comes_back_is_dropped(rig: Rig) -> None:
     (delivery,) = await worker.take(1)
     await worker.begin([delivery])
     await worker.finish([ok(delivery)])
-    (entry,) = [rig.admin.xadd(rig.keys.lane(NORMAL), {"id": job.id, "job": b"x"})]
+    rig.admin.xadd(rig.keys.lane(NORMAL), {"id": job.id, "job": encode(delivery.job)})
     assert await worker.take(1) == []
     assert rig.admin.xlen(rig.keys.lane(NORMAL)) == 0
     assert rig.admin.xpending(rig.keys.lane(NORMAL), GROUP)["pending"] == 0
     assert rig.answers(job.id) == 1
-    assert entry
 
 
 async def test_finish_of_many_is_one_command(rig: Rig) -> None:

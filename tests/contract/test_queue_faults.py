@@ -14,7 +14,7 @@ from edgellm_producer import Delta, Producer, QueueUnreachable, ResultTimeout, S
 from edgellm_producer.keys import GROUP
 from edgellm_worker.queue.api import BeginOutcome
 from edgellm_worker.queue.errors import QueueUnavailable
-from edgellm_worker.queue.scripts import script
+from edgellm_worker.queue.scripts import NAMES, script
 from tests.support.answering import answering, eventually
 from tests.support.proxy import Proxy, proxy_to
 from tests.support.queue_rig import NORMAL, Rig, ids, ok, open_rig, until
@@ -26,6 +26,9 @@ StartServer = Callable[..., RedisServer]
 
 @pytest.fixture
 async def proxy(default_server: RedisServer) -> AsyncIterator[Proxy]:
+    with default_server.client() as client:
+        for name in NAMES:
+            client.script_load(script(name).source)  # else the reply that is lost says NOSCRIPT
     async with proxy_to(default_server.socket_path) as started:
         yield started
 
