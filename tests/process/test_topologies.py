@@ -212,3 +212,20 @@ async def test_a_loading_server_is_waited_for(start_server: StartServer, queue_n
         async with answering(worker):
             assert (await job.result(timeout=20)).text == "x"
         await starting
+
+
+@pytest.mark.parametrize("version", [*VERSIONS, "redis-6.2"])
+async def test_a_server_that_says_readonly_is_left_at_once(
+    start_server: StartServer, queue_name: str, version: str
+) -> None:
+    """A demoted master that closes nothing: the next connection asks anew who is in charge."""
+    server = start_server(version)
+    async with open_rig(server, queue_name) as rig:
+        worker = await rig.worker()
+        await rig.submit()
+        assert worker._link._commands._idle
+        rig.admin.replicaof("127.0.0.1", "1")
+        with pytest.raises(QueueUnavailable, match=r"(?i)read.?only"):
+            await worker.take(1)
+        assert worker._link._commands._idle == []
+        rig.admin.replicaof("NO", "ONE")
