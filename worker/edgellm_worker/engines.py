@@ -7,7 +7,8 @@ starts sooner and is what the demo uses.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from edgellm_worker.config import EngineHome, Settings
@@ -16,6 +17,7 @@ from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
 from edgellm_worker.engine.child.handle import ChildEngineHandle, ChildOptions, RequestRules
 from edgellm_worker.engine.child.messages import Load
 from edgellm_worker.engine.child.watchdog import WatchdogLimits
+from edgellm_worker.engine.edgellm.prompt import PromptText
 from edgellm_worker.engine.edgellm.rules import EdgeLlmRules
 from edgellm_worker.engine.load import KINDS, EngineOptions, load_engine
 from edgellm_worker.engine.runtime.handle import ThreadEngineHandle
@@ -24,7 +26,6 @@ from edgellm_worker.errors import ConfigError
 
 ASSUMED_DRAFTS: Final = 3
 """What is shown of the draft length until the checkpoint has said it."""
-_OTHER_RULES: Final[Mapping[str, Callable[[EngineLimits], RequestRules]]] = {"edgellm": EdgeLlmRules}
 
 
 def engine_options(settings: Settings) -> EngineOptions:
@@ -65,11 +66,18 @@ async def open_engine(settings: Settings) -> EngineHandle:
     return await ChildEngineHandle.start(
         ChildOptions(
             load=Load(settings.engine, str(settings.model_dir), engine_options(settings)),
-            rules=_OTHER_RULES.get(settings.engine, SpeculativeRules),
+            rules=_rules(settings),
             watchdog=WatchdogLimits(progress_s=settings.watchdog_s),
             soft_rss_bytes=None if limit is None else round(limit * (1 << 30)),
         )
     )
+
+
+def _rules(settings: Settings) -> Callable[[EngineLimits], RequestRules]:
+    """What the child would say of a request, for the parent to say before it is sent over."""
+    if settings.engine == "edgellm":
+        return partial(EdgeLlmRules, prompts=PromptText(settings.model_dir))
+    return SpeculativeRules
 
 
 def _load(settings: Settings) -> Engine:
