@@ -34,7 +34,11 @@ async def _stream(queue: RedisQueue, delivery: Delivery, reply: Reply) -> None:
 
 
 async def serve(queue: RedisQueue, answer: Callable[[Delivery], Reply | None], batch: int) -> None:
-    """Answers are published batch by batch; a None leaves the job unanswered and its lease held."""
+    """Answers are published batch by batch, beside the taking of the next one, as the daemon does; a None leaves the job
+    unanswered and its lease held.
+    """
+    publishing: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    publishing.set_result(None)
     while True:
         deliveries = await queue.take(batch)
         if not deliveries:
@@ -48,7 +52,8 @@ async def serve(queue: RedisQueue, answer: Callable[[Delivery], Reply | None], b
                 if delivery.job.stream:
                     await _stream(queue, delivery, reply)
                 answers.append(Answer(delivery, reply))
-        await queue.finish(answers)
+        await publishing
+        publishing = asyncio.ensure_future(queue.finish(answers))
 
 
 @asynccontextmanager
