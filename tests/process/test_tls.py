@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator
 
@@ -16,7 +15,7 @@ from edgellm_worker.errors import ExitCode
 from tests.support.answering import answering
 from tests.support.certificates import Certificates
 from tests.support.daemons import TINY
-from tests.support.queue_rig import open_rig
+from tests.support.queue_rig import open_rig, renewed
 from tests.support.redis_server import RedisServer, free_port
 
 
@@ -40,8 +39,8 @@ def tls_server(certificates: Certificates, tls_port: int) -> Iterator[RedisServe
 async def test_the_main_job_over_tls(tls_server, tls_port, certificates, queue_name) -> None:
     url = certificates.url(tls_port)
     async with open_rig(tls_server, queue_name, url=url) as rig:
-        worker = await rig.worker()
-        assert await asyncio.to_thread(worker._keeper._try_renew), "the thread's own connection"
+        worker = await rig.worker(lease_s=1.0)
+        await renewed(worker)
         job = await rig.submit("x", stream=True)
         async with answering(worker):
             assert (await job.result(timeout=5)).text == "x"

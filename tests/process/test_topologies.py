@@ -15,7 +15,7 @@ from edgellm_producer.keys import GROUP
 from edgellm_worker.queue.api import BeginOutcome
 from edgellm_worker.queue.errors import QueueUnavailable
 from tests.support.answering import answering, eventually
-from tests.support.queue_rig import NORMAL, Rig, ok, open_rig, until
+from tests.support.queue_rig import NORMAL, Rig, ok, open_rig, renewed, until
 from tests.support.redis_server import RedisServer, wait_until
 from tests.support.topologies import SERVICE, Cluster, Sentinel, replicated
 
@@ -72,7 +72,7 @@ async def test_jobs_of_a_killed_master_are_answered_after_the_failover(
             with replica.client() as client:
                 assert client.xlen(rig.keys.lane(NORMAL)) == 0
                 assert client.xpending(rig.keys.lane(NORMAL), GROUP)["pending"] == 0
-            assert await asyncio.to_thread(worker._keeper._try_renew)
+            await renewed(worker)
             await until(lambda: worker._listener._task is not None and not worker._listener._task.done())
 
 
@@ -149,7 +149,7 @@ async def main_job(rig: Rig) -> None:
     async with answering(other):
         texts = [(await job.result(timeout=20)).text for job in jobs[:69]]
     assert texts == [f"p{n}" for n in range(69)]
-    assert await asyncio.to_thread(worker._keeper._try_renew)
+    await renewed(worker)
 
 
 async def test_the_main_job_on_a_cluster(cluster: Cluster, queue_name: str) -> None:
@@ -175,7 +175,7 @@ async def test_the_main_job_on_a_cluster(cluster: Cluster, queue_name: str) -> N
         async with answering(worker):
             assert [(await job.result(timeout=20)).text for job in jobs] == [f"p{n}" for n in range(6)]
         assert (await reading).text == "p0"
-        assert await asyncio.to_thread(worker._keeper._try_renew)
+        await renewed(worker)
         assert rig.other_keys() == set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
@@ -73,6 +74,12 @@ async def until(find: Callable[[], T], timeout_s: float = 10.0) -> T:
         while not (found := find()):
             await asyncio.sleep(0.01)
     return found
+
+
+async def renewed(worker: RedisQueue) -> None:
+    """The lease keeper's thread, on its own connection, has had a renewal confirmed that began after this call."""
+    asked_at = time.monotonic()
+    await until(lambda: worker._keeper.renewal_age_s < time.monotonic() - asked_at)
 
 
 def ok(delivery: Delivery, text: str = "text") -> Answer:
