@@ -21,6 +21,7 @@ STEPS = {
     "parity": (["bench/gpu/op_parity.py"], 240),
     "delta": (["bench/gpu/floors.py", "delta"], 90),
     "generation": (["bench/gpu/generation.py"], 300),
+    "main job": (["bench/gpu/main_job.py"], 420),
     "tiny": (["bench/gpu/floors.py", "tiny"], 240),
     "dense": (["bench/gpu/floors.py", "dense"], 300),
 }

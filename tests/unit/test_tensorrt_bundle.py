@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -17,6 +18,7 @@ from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.errors import BuildError
 from edgellm_worker.engine.ops.api import KvDtype
 from edgellm_worker.engine.trt import Flavour, Library
+from tests.support.redis_server import wait_until
 from tests.support.tensorrt_models import TINY
 
 SPEC = EngineSpec(4, 512, 4, KvDtype.FLOAT16)
@@ -162,6 +164,39 @@ def test_a_builder_that_writes_too_little_is_not_called_done(tmp_path: Path, mon
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(BuildError, match="wrote 0 of 2 plans"):
         compile_in_children(TINY, SPEC, LIBRARY, 2, tmp_path / "log")(tmp_path)
+
+
+def test_a_killed_build_takes_its_builders_with_it(tmp_path: Path) -> None:
+    (tmp_path / "slow_builder.py").write_text(
+        "import os, pathlib, time\n"
+        "from edgellm_worker.engine.build import child\n"
+        "def slow(order):\n"
+        "    pathlib.Path(order['out'], 'pid').write_text(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+        "child.compile_part = slow\n"
+        "child.main()\n"
+    )
+    script = (
+        "import sys, pathlib; from edgellm_worker.engine.build import bundle; from tests.unit import test_tensorrt_bundle as t;"
+        "bundle._CHILD = 'slow_builder'; out = pathlib.Path(sys.argv[1]);"
+        "bundle.compile_in_children(t.TINY, t.SPEC, t.LIBRARY, 1, out / 'log')(out)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=environment) as build:
+        wait_until(
+            lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", "a builder at work", 30
+        )
+        builder = int((tmp_path / "pid").read_text())
+        build.kill()
+    wait_until(lambda: not _runs(builder), "the builder's end", 10)
+
+
+def _runs(pid: int) -> bool:
+    """A killed process that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _never(out: Path) -> None:

@@ -3,7 +3,8 @@
     {"model_dir": ..., "spec": ..., "flavour": "tensorrt", "part": [i, n], "out": ...}
 
 It records the model's passes, compiles every n-th network from the i-th on, and writes `<key>.plan` files to `out`. A
-compiler that crashes, or is killed for memory, takes this process and not the worker's.
+compiler that crashes, or is killed for memory, takes this process and not the worker's. It ends with the process that
+started it: whoever kills a build is rid of all of it, and nobody writes into a folder that the next build has removed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from edgellm_worker.engine.build.builder import Builder
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
+from edgellm_worker.engine.child.process import end_with_parent
 from edgellm_worker.engine.errors import EngineFault
 from edgellm_worker.engine.models.registry import read_model
 from edgellm_worker.engine.trt import Flavour, load_library
@@ -37,6 +39,7 @@ def compile_part(order: Mapping[str, Any]) -> int:
 
 
 def main() -> int:
+    end_with_parent()
     try:
         compile_part(json.load(sys.stdin))
     except EngineFault as error:

@@ -59,9 +59,14 @@ class Pipe:
         self._connection.sendall(encode(message))
 
 
+def end_with_parent() -> None:
+    """The kernel kills this process when the thread that started it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def prepare_process() -> None:
     """Die with the parent, be the kernel's first choice when memory runs out, leave signals to the parent."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     with contextlib.suppress(OSError):  # a sandbox without /proc has no say in it
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
