@@ -1,26 +1,26 @@
 """This product, behind two engines that answer at once.
 
-`queue`: the worker's queue side, with an answer made beside it. `daemon`: the whole worker process (reader, tokenizer,
-batches, streaming, outbox, metrics, a log line per job), with an engine whose rows are complete after one step.
+`queue`: the worker's queue side, with an answer made beside it. `daemon`: what `edgellm-worker serve` runs (metrics
+port, telemetry, tokenizer, batches, outbox, a log line per job), every setting at its default but `--max-batch-size`,
+with an engine whose rows are complete after one step in place of a model's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import sys
-import time
+from unittest.mock import patch
 
-import structlog
 from peer import CONCURRENCY, URL
+from pydantic import SecretStr
 from server import Server
 
 from edgellm_producer import Producer
-from edgellm_worker.daemon import Daemon, DaemonParts
-from edgellm_worker.queue.config import QueueConfig
-from edgellm_worker.queue.redis_queue import RedisQueue
-from tests.support import daemons
+from edgellm_worker import app
+from edgellm_worker.config import Settings
+from edgellm_worker.logs import LogFormat, configure_logs
+from tests.support.daemons import TINY
 from tests.support.fake_engine import LIMITS, FakeEngine
 from tests.support.instant_worker import instant_worker
 
@@ -63,13 +63,15 @@ async def serve_queue() -> None:
         await asyncio.Event().wait()
 
 
+async def open_instant_engine(settings: Settings) -> FakeEngine:
+    return FakeEngine(dataclasses.replace(LIMITS, max_batch_size=settings.max_batch_size), at_once=True)
+
+
 async def serve_daemon() -> None:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
-    engine = FakeEngine(dataclasses.replace(LIMITS, max_batch_size=CONCURRENCY), at_once=True)
-    queue = RedisQueue(QueueConfig(url=URL, queue="default"))
-    await queue.open()
-    parts = DaemonParts(queue, engine, daemons.model(), daemons.metrics(engine.limits), time.monotonic)
-    await Daemon(parts, daemons.config(read_size=CONCURRENCY, sweep_s=1.0)).run()
+    configure_logs(LogFormat.TEXT)
+    settings = Settings(model=TINY, max_batch_size=CONCURRENCY, redis_url=SecretStr(URL), metrics_port=0)
+    with patch.object(app, "open_engine", open_instant_engine):
+        await app.serve(settings, {})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import MutableMapping
 from enum import StrEnum
-from typing import Any, TextIO, cast
+from typing import Any, Final, TextIO, cast
 
 import structlog
 
@@ -20,15 +20,29 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
+_encode: Final = json.JSONEncoder(default=str).encode  # `json.dumps` with a default makes an encoder per call
+
+
+def _as_json(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> str:
+    return _encode(event)
+
+
 def _as_text(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> str:
     head = f"{event.pop('timestamp')} {event.pop('level', 'info'):<7} {_plain(event.pop('event', ''), spaces=True)}"
-    return " ".join([head, *(f"{key}={_plain(value)}" for key, value in event.items())])
+    return " ".join([head, *[f"{key}={_plain(value)}" for key, value in event.items()]])
 
 
 def _plain(value: object, *, spaces: bool = False) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    if value is None:
+        return "null"
+    if type(value) in _NUMBERS:
+        return repr(value)
+    text = value if isinstance(value, str) else _encode(value)
     is_plain = text.isprintable() and '"' not in text and (spaces or " " not in text)
-    return text if is_plain else json.dumps(text)
+    return text if is_plain else _encode(text)
+
+
+_NUMBERS: Final = frozenset({int, float})
 
 
 class _StandardError:
@@ -43,17 +57,16 @@ class _StandardError:
 
 def configure_logs(form: LogFormat, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
     """Called once, by the command line. `stream` defaults to standard error."""
-    renderer = structlog.processors.JSONRenderer(default=str) if form is LogFormat.JSON else _as_text
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            renderer,
+            _as_json if form is LogFormat.JSON else _as_text,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.WriteLoggerFactory(file=stream or cast("TextIO", _StandardError())),
-        cache_logger_on_first_use=False,
+        cache_logger_on_first_use=True,
     )
     bridge = logging.getLogger("edgellm_worker")
     bridge.handlers = [_Bridge()]
