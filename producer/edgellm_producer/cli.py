@@ -14,6 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from edgellm_producer.errors import EdgellmError, JobError, JobRejected, Protoco
 from edgellm_producer.gateway import command as gateway
 from edgellm_producer.job import SubmittedJob
 from edgellm_producer.keys import Priority
+from edgellm_producer.shell import explained, leave_to_nobody
 from edgellm_producer.streaming import Restarted
 
 
@@ -80,7 +82,8 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--redis-url",
         default=env("EDGELLM_REDIS_URL", "redis://127.0.0.1:6379"),
-        help="redis://, rediss://, unix:// (EDGELLM_REDIS_URL; default: redis://127.0.0.1:6379)",
+        help="redis://, rediss://, unix://, redis+sentinel://, redis+cluster:// "
+        "(EDGELLM_REDIS_URL; default: redis://127.0.0.1:6379)",
     )
     group.add_argument(
         "--redis-password-file",
@@ -263,11 +266,20 @@ _EXIT_CODES: Final[tuple[tuple[type[Exception], ExitCode], ...]] = (
 )
 
 
+_EPILOG: Final = (
+    "exit codes: 0 done, 1 no result (the queue is full, or a job failed, expired or was cancelled), "
+    "2 the caller's mistake, 3 cannot reach Redis, 130 interrupted"
+)
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="edgellm-producer", description="Submit LLM jobs to an edgellm queue.")
+    parser = argparse.ArgumentParser(
+        prog="edgellm-producer", description="Submit LLM jobs to an edgellm queue.", epilog=_EPILOG
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('edgellm-worker')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
-        child = commands.add_parser(command.name, help=command.help, description=command.help)
+        child = commands.add_parser(command.name, help=command.help, description=command.help, epilog=_EPILOG)
         command.add_arguments(child)
         if not command.has_actions:
             add_connection_arguments(child)
@@ -282,18 +294,21 @@ async def _run(arguments: Arguments, password: str | None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 no result, 2 the caller's mistake, 3 Redis cannot be reached, 130 interrupted."""
     arguments = build_parser().parse_args(argv)
     try:
-        return asyncio.run(_run(arguments, password_of(arguments)))
+        code = asyncio.run(_run(arguments, password_of(arguments)))
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output left; nobody is there to be told
+        leave_to_nobody()
         return ExitCode.DONE
     except tuple(kind for kind, _ in _EXIT_CODES) as error:
-        print(f"edgellm-producer: {error}", file=sys.stderr)
-        return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
+        known = next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
+        subject = "Redis (--redis-url): " if known is ExitCode.REDIS else ""
+        print(f"edgellm-producer: {subject}{explained(error)}", file=sys.stderr)
+        return known
+    return code
 
 
 if __name__ == "__main__":

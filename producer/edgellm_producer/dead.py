@@ -5,6 +5,7 @@ Each was answered when it was given up; trying it again makes a new job, with a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,6 +16,7 @@ from edgellm_producer.job import SubmittedJob
 from edgellm_producer.wire import unpack
 
 PAGE: Final = 100
+_ENTRY_ID: Final = re.compile(r"\d{1,20}-\d{1,20}")  # Redis reads 5 as 5-0 in one place and as a range in another
 
 
 class UnknownDeadLetter(EdgellmError):  # noqa: N818 - as its siblings in errors.py
@@ -74,7 +76,9 @@ class DeadLetters:
             start = "(" + page[-1][0].decode()
 
     async def get(self, entry_id: str) -> DeadLetter:
-        page = await self._producer.call("XRANGE", self._key, entry_id, entry_id)
+        """Raises `UnknownDeadLetter`."""
+        is_id = _ENTRY_ID.fullmatch(entry_id) is not None
+        page = await self._producer.call("XRANGE", self._key, entry_id, entry_id) if is_id else ()
         if not page:
             raise UnknownDeadLetter(f"no dead letter {entry_id}")
         return _parsed(*page[0])
@@ -92,5 +96,6 @@ class DeadLetters:
         return job
 
     async def drop(self, entry_id: str) -> None:
-        if not await self._producer.call("XDEL", self._key, entry_id):
+        """Raises `UnknownDeadLetter`."""
+        if not _ENTRY_ID.fullmatch(entry_id) or not await self._producer.call("XDEL", self._key, entry_id):
             raise UnknownDeadLetter(f"no dead letter {entry_id}")

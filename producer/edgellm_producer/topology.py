@@ -70,7 +70,8 @@ class Target:
             raise ValueError(f"redis URL: {wrong[0]} is for rediss:// and rediss+...://, not for {parts.scheme}://")
         if not word:
             if base not in SINGLE_SCHEMES:
-                raise ValueError(f"redis URL: scheme {parts.scheme!r} is none of redis, rediss, unix or redis+cluster")
+                known = "redis, rediss, unix, redis+sentinel, redis+cluster"
+                raise ValueError(f"redis URL: scheme {parts.scheme!r} is none of {known}")
             _check_port(parts)
             return cls(Kind.SINGLE, _database_of(parts), url=url, query=parts.query)
         if base not in {"redis", "rediss"} or word not in {Kind.SENTINEL, Kind.CLUSTER}:

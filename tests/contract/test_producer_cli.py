@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import pytest
 
@@ -68,7 +69,7 @@ async def test_a_wrong_field_is_the_callers_mistake(one_rig: Rig, capsys: pytest
 
 def test_no_redis_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "x", "--redis-url", "unix:///nowhere/redis.sock"]) == 3
-    assert "edgellm-producer: " in capsys.readouterr().err
+    assert "edgellm-producer: Redis (--redis-url): " in capsys.readouterr().err
     assert main(["status", "x", "--redis-url", "http://localhost"]) == 2
 
 
@@ -96,6 +97,7 @@ async def test_dead_letters_are_listed_shown_tried_again_and_dropped(
     assert (shown["reason"], shown["job"]["prompt"]) == ("poison", "p0")
     assert await run(one_rig, "dead", "drop", entry) == 0
     assert await run(one_rig, "dead", "drop", entry) == 2
+    assert [await run(one_rig, "dead", action, "5") for action in ("show", "retry", "drop")] == [2, 2, 2]
     assert await run(one_rig, "dead", "retry") == 2
     assert await run(one_rig, "dead", "retry", "--all") == 1, "one of the two can not be read"
     (again,) = await worker.take(9)
@@ -103,3 +105,23 @@ async def test_dead_letters_are_listed_shown_tried_again_and_dropped(
     assert ids([again]) != [jobs[1].id]
     assert await worker.finish([ok(again)]) == [True]
     assert one_rig.admin.xlen(one_rig.keys.dead) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--port", "99999"), "--port 99999: a port is a number from 0 to 65535"),
+        (("--host", "nosuch.invalid"), "nosuch.invalid:8000: "),
+        (("--api-keys", "/nowhere"), "/nowhere: No such file or directory"),
+    ],
+    ids=["port", "host", "keys"],
+)
+def test_a_gateway_that_cannot_start_says_why(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["gateway", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"gateway: {said}")
+
+
+def test_a_port_that_is_taken_is_the_operators_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["gateway", "--port", str(taken.getsockname()[1])]) == 2
+    assert "Address already in use" in capsys.readouterr().err

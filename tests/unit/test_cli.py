@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -90,7 +93,7 @@ def test_a_wrong_flag_is_the_operators_mistake():
 def test_a_redis_that_is_not_there_is_exit_3(capsys):
     argv = ("check", "--model", str(TINY), "--redis-url", "redis://127.0.0.1:1", "--engine-home", "thread")
     assert run(*argv) == ExitCode.REDIS
-    assert "edgellm-worker: " in capsys.readouterr().err
+    assert "edgellm-worker: Redis (--redis-url): " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -128,3 +131,20 @@ def test_a_rejection_on_the_demos_screen_names_its_code():
 
     reply = Reply(id="a", status=Status.REJECTED, error=ErrorInfo(code="model_not_found", message="x"))
     assert _ending(reply) == ("rejected model_not_found, 0 tokens", "yellow")
+
+
+@pytest.mark.parametrize("argv", [("acl",), ("inspect", str(TINY)), ("plan", str(TINY), "--json")], ids=lambda a: a[0])
+def test_a_reader_that_leaves_early_is_no_error(argv):
+    """`edgellm-worker inspect MODEL | head`: the pipe is closed before anything is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", "import sys; from edgellm_worker.cli.main import main; sys.exit(main())", *argv]
+    with os.fdopen(writer, "wb") as closed:
+        ended = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("budget", ["-1", "0", "nan", "inf"])
+def test_a_budget_is_a_positive_number(budget, capsys):
+    assert run("plan", str(TINY), "--budget-gib", budget) == ExitCode.OPERATOR
+    assert "--budget-gib" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from edgellm_producer.batch.run import BatchOptions, BatchRun, BatchSummary
 from edgellm_producer.client import Producer
 from edgellm_producer.errors import QueueUnreachable
 from edgellm_producer.keys import Priority, new_job_id
+from edgellm_producer.shell import explained
 
 SOME_FAILED: Final = 1
 
@@ -47,10 +48,10 @@ async def run_batch(producer: Producer, args: argparse.Namespace) -> int:
             with BatchOutput.open(Path(args.output), source) as sink:
                 summary = await _run(producer, sink, source, options)
             complete(Path(args.output))
-    except QueueUnreachable:  # an OSError too, but not of the files
+    except (QueueUnreachable, BrokenPipeError):  # OSErrors too, but not of the files
         raise
     except (BatchFileError, OSError) as error:
-        sys.stderr.write(f"batch: {error}\n")
+        sys.stderr.write(f"batch: {explained(error)}\n")
         return 2
     return SOME_FAILED if summary.failed else 0
 

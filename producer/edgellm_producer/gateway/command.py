@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
+from errno import EINVAL
 from pathlib import Path
 
 from edgellm_producer.client import Producer
 from edgellm_producer.gateway.access import AccessFileError, ApiKeys
+from edgellm_producer.shell import explained
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run_gateway(producer: Producer, args: argparse.Namespace) -> int:
-    """Exit code 2 when the extra is not installed or the key file is wrong."""
+    """Exit code 2 when the extra is not installed, the key file is wrong or the address cannot be listened on."""
     try:
         import uvicorn  # noqa: PLC0415 - an optional extra
 
@@ -38,11 +41,24 @@ async def run_gateway(producer: Producer, args: argparse.Namespace) -> int:
         return 2
     try:
         keys = ApiKeys.read(Path(args.api_keys)) if args.api_keys else ApiKeys({})
+        listener = _listener(args.host, args.port)
     except (AccessFileError, OSError) as error:
-        sys.stderr.write(f"gateway: {error}\n")
+        sys.stderr.write(f"gateway: {explained(error)}\n")
         return 2
     gateway = Gateway(producer, GatewayOptions(tuple(args.served_model_name), keys, args.timeout_s))
-    config = uvicorn.Config(gateway.application(), host=args.host, port=args.port, log_level="warning")
-    sys.stderr.write(f"gateway: http://{args.host}:{args.port}/v1\n")
-    await uvicorn.Server(config).serve()
+    with listener:
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        sys.stderr.write(f"gateway: http://{host}:{listener.getsockname()[1]}/v1\n")
+        await uvicorn.Server(uvicorn.Config(gateway.application(), log_level="warning")).serve(sockets=[listener])
     return 0
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Raises `OSError` that names the address. Opened here: the HTTP server would end the program with its own code."""
+    if not 0 <= port <= 65535:
+        raise OSError(EINVAL, "a port is a number from 0 to 65535", f"--port {port}")
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        words = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or EINVAL)
+        raise OSError(error.errno, words, f"{host}:{port}") from error

@@ -22,15 +22,14 @@ FIELDS = ("redis_url", "queue")
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "print the users that a worker and a producer of this queue need; "
-        "replace each SHA256 by `printf %%s PASSWORD | sha256sum`"
+        "replace each SHA256 by `printf %s PASSWORD | sha256sum`"
     )
     add_settings(parser, FIELDS)
     parser.add_argument("--commands", action="store_true", help="as ACL SETUSER commands, not as lines of an aclfile")
 
 
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    flags = {name: value for name, value in given_flags(arguments).items() if value is not None}
-    settings, _ = load_settings(flags, environment, require_model=False)
+    settings, _ = load_settings(given_flags(arguments), environment, require_model=False)
     target = Target.parse(settings.redis_url.get_secret_value())
     head = "ACL SETUSER" if arguments.commands else "user"
     for role in Role:

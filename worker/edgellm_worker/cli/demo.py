@@ -10,12 +10,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from edgellm_producer.wire import Reply, Status
+from edgellm_worker.cli.console import PipeConsole
 from edgellm_worker.cli.options import add_settings, given_flags
 from edgellm_worker.config import EngineHome, load_settings
 from edgellm_worker.demo import TINY_MODEL, DemoJob, data_folder, demo_jobs, run_demo
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     }
     settings, _ = load_settings({**fixed, **given_flags(arguments)}, environment)
     configure_logs(LogFormat.TEXT, level=logging.WARNING)
-    console = Console(quiet=arguments.json)
+    console = PipeConsole(quiet=arguments.json)
     jobs = demo_jobs()
     screen = Screen(jobs)
     if console.is_terminal and not arguments.json:

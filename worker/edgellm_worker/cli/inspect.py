@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from edgellm_worker.cli.console import PipeConsole
 from edgellm_worker.engine.checkpoint.report import CheckpointReport, ModuleReport, report_checkpoint
 from edgellm_worker.errors import ExitCode
 
@@ -42,9 +42,9 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:  
         document = {**dataclasses.asdict(report), "can_run": report.can_run}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
-        console = Console()
+        console = PipeConsole()
         if not console.is_terminal:
-            console = Console(width=PIPE_WIDTH)
+            console = PipeConsole(width=PIPE_WIDTH)
         for part in (_summary(report), _namespaces(report), _modules(report), _mtp(report), _endings(report)):
             if part is not None:
                 console.print(part)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
+from edgellm_producer.shell import leave_to_nobody
 from edgellm_worker.cli.commands import COMMANDS, Command
 from edgellm_worker.errors import ConfigError, ExitCode, exit_code
 
@@ -24,13 +25,17 @@ def main(argv: Sequence[str] | None = None, environment: Mapping[str, str] | Non
     arguments = parser.parse_args(given)
     try:
         code: int = modules[arguments.command].run(arguments, os.environ if environment is None else environment)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        leave_to_nobody()
+        return ExitCode.DONE
     except Exception as error:
         known = exit_code(error)
         if known is None:
             raise
-        _explain(error)
+        _explain(error, known)
         return known
     return code
 
@@ -63,7 +68,9 @@ class _Module:
         self.run = module.run
 
 
-def _explain(error: Exception) -> None:
+def _explain(error: Exception, code: ExitCode) -> None:
+    """Redis's own words name neither Redis nor the setting that says where it is."""
     lines = error.problems if isinstance(error, ConfigError) else str(error).splitlines()
+    subject = "Redis (--redis-url): " if code is ExitCode.REDIS else ""
     for line in lines or [type(error).__name__]:
-        sys.stderr.write(f"edgellm-worker: {line}\n")
+        sys.stderr.write(f"edgellm-worker: {subject}{line}\n")

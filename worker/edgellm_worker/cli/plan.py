@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from edgellm_worker.engine.errors import EngineFault
 from edgellm_worker.engine.models.registry import read_model
 from edgellm_worker.engine.ops.api import KvDtype
 from edgellm_worker.engine.runtime.cuda import Cuda
-from edgellm_worker.errors import ExitCode
+from edgellm_worker.errors import ConfigError, ExitCode
 
 FIELDS = ("speculative_config", "max_batch_size", "max_kv_cache_capacity")
 DEFAULT_DRAFTS = 3
@@ -31,7 +32,9 @@ _GIB = float(1 << 30)
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="checkpoint folder")
-    parser.add_argument("--budget-gib", type=float, help="memory to fit into (default: this machine's GPU, if any)")
+    parser.add_argument(
+        "--budget-gib", type=float, metavar="N", help="memory to fit into (default: this machine's GPU, if any)"
+    )
     parser.add_argument("--decode-weights", action="store_true", help="count quantized weights as float16")
     parser.add_argument("--json", action="store_true", help="print the table as JSON, in bytes")
     add_settings(parser, FIELDS)
@@ -39,6 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     settings, _ = load_settings(given_flags(arguments), environment)
+    budget = _budget_bytes(arguments.budget_gib)
     checkpoint = open_checkpoint(settings.model_dir, read_values=False)
     model = read_model(checkpoint.model_config, checkpoint.base, checkpoint.draft)
     drafting = settings.speculative_config
@@ -54,7 +58,6 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     batches = sorted({1, 2, 4, 8, spec.max_batch_size})
     drafts = sorted({0, 1, 3, 5, wanted}) if model.mtp is not None else [0]
     rows = plan_grid(model, spec, batches, drafts)
-    budget = _budget_bytes(arguments.budget_gib)
     if arguments.json:
         sys.stdout.write(json.dumps({"budget_bytes": budget, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     else:
@@ -89,8 +92,10 @@ def table(rows: Sequence[PlanRow], budget: float | None) -> str:
 
 
 def _budget_bytes(budget_gib: float | None) -> float | None:
-    """What was asked for, else the GPU's free memory, else nothing to compare with."""
+    """What was asked for, else the GPU's free memory, else nothing to compare with. Raises `ConfigError`."""
     if budget_gib is not None:
+        if not 0 < budget_gib < math.inf:
+            raise ConfigError([f"--budget-gib: {budget_gib} is not a positive number"])
         return budget_gib * _GIB
     try:
         with Cuda() as cuda:

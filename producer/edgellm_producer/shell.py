@@ -1,0 +1,20 @@
+"""What both command lines do alike towards the shell that started them."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def leave_to_nobody() -> None:
+    """Standard output's reader has left (`edgellm-worker inspect MODEL | head`): what is still buffered goes nowhere,
+    instead of failing once more when the interpreter closes the file.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def explained(error: Exception) -> str:
+    """A fault in words: of a file, its name and why, without the number that only a programmer knows."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
