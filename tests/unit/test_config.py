@@ -57,6 +57,8 @@ def test_every_setting_has_a_flag_a_variable_and_a_key(field, tmp_path):
         "log_format": "json",
         "rewrite_mtp": "bf16",
         "max_kv_cache_capacity": "4096",
+        "quantization": "fp8,nvfp4",
+        "kv_cache_dtype": "fp8",
     }
     info = Settings.model_fields[field]
     value = values.get(field, str(not info.default).lower() if info.annotation is bool else "7")
@@ -106,7 +108,32 @@ def test_speculative_config_is_checked_with_the_rest(value, words):
 def test_limits_that_contradict_each_other_are_a_problem():
     assert "max-input-len 64" in problems({**MODEL, "max_input_len": "64", "max_kv_cache_capacity": "64"})[0]
     given = {"speculative_config": '{"num_speculative_tokens":5}', "max_verify_tree_size": "4"}
-    assert "below drafts + 1" in problems({**MODEL, **given})[0]
+    assert problems({**MODEL, **given}) == ("max-verify-tree-size 4 is below num_speculative_tokens + 1, 6",)
+
+
+def test_all_contradictions_are_told_at_once_each_with_both_fields():
+    given = {
+        "speculative_config": '{"num_speculative_tokens":5}',
+        "max_draft_tree_size": "4",
+        "max_verify_tree_size": "4",
+        "max_input_len": "60",
+        "max_kv_cache_capacity": "64",
+        "quantization": "float16,fp8",
+        "redis_password": "hush",
+        "redis_password_file": "/run/secret",
+    }
+    assert problems({**MODEL, **given}) == (
+        "max-draft-tree-size 4 is below num_speculative_tokens, 5",
+        "max-verify-tree-size 4 is below num_speculative_tokens + 1, 6",
+        "max-verify-tree-size 4 is below max-draft-tree-size + 1, 5",
+        "max-input-len 60 and 5 drafts leave no room in max-kv-cache-capacity 64",
+        "quantization: float16 decodes all weights, so that none runs as fp8 or nvfp4",
+        "redis-password and redis-password-file are both given",
+    )
+
+
+def test_a_form_of_weights_that_does_not_exist_is_a_problem():
+    assert "'fp8', 'nvfp4' or 'float16'" in problems({**MODEL, "quantization": "int4"})[0]
 
 
 def test_variables_that_set_nothing_are_told_of():

@@ -33,6 +33,8 @@ from edgellm_producer.keys import NAME_PATTERN
 from edgellm_producer.topology import Target
 from edgellm_worker.batching import FormerConfig, Scheduling
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
+from edgellm_worker.engine.demands import KvCacheDtype, WeightForm, tree_problems
+from edgellm_worker.engine.load import KINDS
 from edgellm_worker.errors import ConfigError
 from edgellm_worker.logs import LogFormat
 
@@ -62,6 +64,7 @@ def _option(group: str, text: str, *, default: Any, metavar: str = "N", **bounds
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
 Drafting = Annotated[SpeculativeConfig, BeforeValidator(_speculative)]
+WeightForms = Annotated[frozenset[WeightForm], BeforeValidator(_split_names)]
 
 _MODEL: Final = "model"
 _ENGINE: Final = "engine limits"
@@ -106,6 +109,16 @@ class Settings(BaseModel):
         _MODEL, "edgellm: take an FP16 KV cache where the vendor does not follow the checkpoint's FP8", default=False
     )
     speculative_config: Drafting | None = _option(
+    quantization: WeightForms = _option(
+        _MODEL,
+        "forms in which the checkpoint's weights must run: fp8, nvfp4, or float16 (decode them); "
+        "default: as they are stored where GPU and library can, else float16",
+        default=frozenset(),
+        metavar="FORM[,FORM]",
+    )
+    kv_cache_dtype: KvCacheDtype = _option(
+        _MODEL, "fp8 or float16; auto: as the checkpoint says", default=KvCacheDtype.AUTO, metavar="TYPE"
+    )
         _MODEL,
         'draft settings, e.g. {"method":"mtp","num_speculative_tokens":3}; default: what the checkpoint has',
         default=None,
@@ -167,18 +180,20 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.max_input_len >= self.max_kv_cache_capacity:
-            raise ValueError(
-                f"max-input-len {self.max_input_len} leaves no room in max-kv-cache-capacity "
+        num_drafts = None if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+        problems = tree_problems(num_drafts, self.max_verify_tree_size, self.max_draft_tree_size)
+        if self.max_input_len + (num_drafts or 0) >= self.max_kv_cache_capacity:
+            drafts = f" and {num_drafts} drafts leave" if num_drafts else " leaves"
+            problems.append(
+                f"max-input-len {self.max_input_len}{drafts} no room in max-kv-cache-capacity "
                 f"{self.max_kv_cache_capacity}"
             )
-        drafting = self.speculative_config
-        if drafting is not None and self.max_verify_tree_size is not None:
-            needed = drafting.num_speculative_tokens + 1
-            if self.max_verify_tree_size < needed:
-                raise ValueError(f"max-verify-tree-size {self.max_verify_tree_size} is below drafts + 1, {needed}")
+        if WeightForm.FLOAT16 in self.quantization and len(self.quantization) > 1:
+            problems.append("quantization: float16 decodes all weights, so that none runs as fp8 or nvfp4")
         if self.redis_password is not None and self.redis_password_file is not None:
-            raise ValueError("redis-password and redis-password-file are both given")
+            problems.append("redis-password and redis-password-file are both given")
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
     @property
@@ -265,7 +280,10 @@ def _validated(merged: dict[str, Any], spelled: Callable[[str], str], problems: 
     except ValidationError as error:
         for problem in error.errors(include_url=False, include_context=False, include_input=False):
             message = problem["msg"].removeprefix("Value error, ")
-            problems.append(f"{spelled(str(problem['loc'][0]))}: {message}" if problem["loc"] else message)
+            if problem["loc"]:
+                problems.append(f"{spelled(str(problem['loc'][0]))}: {message}")
+            else:
+                problems += message.splitlines()  # contradictions between fields, one a line
     return None
 
 

@@ -21,10 +21,14 @@ FIELDS: Final = (
     "rewrite_mtp",
     "correct_draft_feedback",
     "accept_fp16_kv",
+    "quantization",
+    "kv_cache_dtype",
     "speculative_config",
     "max_batch_size",
     "max_input_len",
     "max_kv_cache_capacity",
+    "max_verify_tree_size",
+    "max_draft_tree_size",
     "log_format",
 )
 """Settings that a bundle depends on; the others would be read and mean nothing."""

@@ -48,7 +48,11 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo, metav
 def _help(name: str, field: FieldInfo) -> str:
     text = field.description or ""
     default = field.default.get_secret_value() if isinstance(field.default, SecretStr) else field.default
-    shown = "" if default is None or default == () or OWN_DEFAULT in text else f"default: {_shown(default)}; "
+    shown = (
+        ""
+        if default is None or default in ((), frozenset()) or OWN_DEFAULT in text
+        else f"default: {_shown(default)}; "
+    )
     return f"{text} ({shown}{variable_name(name)})"
 
 

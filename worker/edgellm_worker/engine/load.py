@@ -11,6 +11,7 @@ from typing import Final, cast
 
 from edgellm_worker.engine.api import Engine
 from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint
+from edgellm_worker.engine.demands import KvCacheDtype, WeightForm
 from edgellm_worker.engine.errors import BuildError
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 
@@ -20,6 +21,8 @@ class EngineOptions:
     """What the operator asks of any engine. Lengths in tokens.
 
     speculative            None: what the checkpoint can do, three drafts a step where it has MTP
+    max_verify_tree_size, max_draft_tree_size    None: as drafting needs (engine/demands.py)
+    quantization           forms in which weights must run; none: as the checkpoint and the machine have it
     prefill_chunk_tokens   most prompt tokens read in one step, between two rounds of the running rows
     cache_dir              where engines that are built keep their bundles
     rewrites_mtp, corrects_draft_feedback, accepts_fp16_kv     the edgellm engine's builds (engine/edgellm/cache.py)
@@ -29,6 +32,10 @@ class EngineOptions:
     max_input_len: int = 1024
     max_kv_cache_capacity: int = 2048
     speculative: SpeculativeConfig | None = None
+    max_verify_tree_size: int | None = None
+    max_draft_tree_size: int | None = None
+    quantization: frozenset[WeightForm] = frozenset()
+    kv_cache_dtype: KvCacheDtype = KvCacheDtype.AUTO
     prefill_chunk_tokens: int = 128
     cache_dir: Path = Path("~/.cache/edgellm-worker")
     rewrites_mtp: bool = False

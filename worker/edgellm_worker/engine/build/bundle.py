@@ -57,7 +57,7 @@ class BundleKey:
             "gpu": gpu,
             "options": spec.as_json(),
             "max_verify_tree_size": spec.max_verify,
-            "max_draft_tree_size": spec.max_verify - 1,
+            "max_draft_tree_size": spec.max_draft_tree_size,
             "checkpoint": content_digest(model_dir),
         }
         return cls(library.name, gpu, fields)

@@ -56,7 +56,7 @@ class PlanRow:
 
 def plan_memory(model: Model, spec: EngineSpec, weights_bytes: int | None = None) -> MemoryPlan:
     """`weights_bytes` where it is known already: it does not depend on batch or drafts."""
-    drafted = model if spec.max_verify > 1 else model.without_mtp()
+    drafted = spec.drafted(model)
     sizes = {"kv_cache": 0, "recurrent_state": 0, "pending": 0}
     for name, (shape, dtype) in spec.layout.tensors(drafted).items():
         sizes[memory_kind(name)] += int(np.prod(shape)) * dtype.num_bytes

@@ -22,7 +22,9 @@ MODEL_CODE_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """`max_verify` is the longest verify pass, drafts + 1; 1 builds no draft head. Lengths in tokens."""
+    """`max_verify` is the longest verify pass, 1 builds no draft head; `max_draft` the most drafts of a round (None:
+    all but one of the verify pass). Lengths in tokens.
+    """
 
     max_batch_size: int
     max_kv_cache_capacity: int
@@ -34,6 +36,7 @@ class EngineSpec:
     runs_fp8: bool = False
     runs_fp4: bool = False
     lowering: Lowering = Lowering.ROWS
+    max_draft: int | None = None
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> EngineSpec:
@@ -58,13 +61,20 @@ class EngineSpec:
     def ranges(self) -> tuple[RowRange, ...]:
         return row_ranges(self.max_batch_size, self.max_verify, self.prefill_chunk)
 
+    @property
+    def max_draft_tree_size(self) -> int:
+        return self.max_verify - 1 if self.max_draft is None else self.max_draft
+
+    def drafted(self, model: Model) -> Model:
+        """The model with its draft head only where there is room for drafts."""
+        return model if self.max_verify > 1 else model.without_mtp()
+
     def reader(self) -> WeightReader:
         return WeightReader(WeightPolicy(self.runs_fp8, self.runs_fp4))
 
     def segments(self, model: Model, reader: WeightReader) -> dict[str, Segment]:
         """Every network this engine runs, by structural key."""
-        whole = model if self.max_verify > 1 else model.without_mtp()
         found: dict[str, Segment] = {}
-        for graph in Recorder(whole, self.layout, reader).all(self.prefill_chunk).values():
+        for graph in Recorder(self.drafted(model), self.layout, reader).all(self.prefill_chunk).values():
             found.update({step.key: step for step in cut(graph, self.lowering) if isinstance(step, Segment)})
         return found

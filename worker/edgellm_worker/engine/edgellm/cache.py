@@ -22,8 +22,8 @@ from edgellm_worker.engine.errors import BuildError
 MANIFEST: Final = "edgellm_worker.json"
 LAYOUT_VERSION: Final = 1
 
-# Options that change nothing in the bundle; `corrects_feedback` has its own entry in the key.
-_NOT_BUILT: Final = frozenset({"accepts_fp16_kv", "corrects_feedback"})
+# Options that change nothing in the bundle, or have an entry of their own in the key.
+_NOT_BUILT: Final = frozenset({"accepts_fp16_kv", "corrects_feedback", "verify_tree", "draft_tree"})
 _SAMPLE_BYTES: Final = 4096
 _NUM_SAMPLES: Final = 16
 _WHOLE_SUFFIXES: Final = frozenset({".json", ".model", ".jinja", ".txt"})
@@ -45,7 +45,8 @@ class BuildWorld:
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
     """`num_speculative_tokens` 0 builds without a draft. `corrects_feedback`: see feedback.py. `accepts_fp16_kv`: an
-    FP8 claim that the vendor does not follow is no fault of the bundle (audit.py).
+    FP8 claim that the vendor does not follow is no fault of the bundle (audit.py). Tree sizes that are None are what a
+    chain of drafts needs.
     """
 
     num_speculative_tokens: int = 3
@@ -54,14 +55,20 @@ class BuildOptions:
     max_kv_cache_capacity: int = 8192
     corrects_feedback: bool = True
     accepts_fp16_kv: bool = False
+    verify_tree: int | None = None
+    draft_tree: int | None = None
 
     @property
     def max_verify_tree_size(self) -> int:
-        return self.num_speculative_tokens + 1 if self.num_speculative_tokens else 0
+        if not self.num_speculative_tokens:
+            return 0
+        return self.num_speculative_tokens + 1 if self.verify_tree is None else self.verify_tree
 
     @property
     def max_draft_tree_size(self) -> int:
-        return self.num_speculative_tokens
+        if not self.num_speculative_tokens or self.draft_tree is None:
+            return self.num_speculative_tokens
+        return self.draft_tree
 
 
 def content_digest(model_dir: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgellm_worker.engine.api import Engine
 from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint
+from edgellm_worker.engine.demands import KvCacheDtype, TreeSizes
 from edgellm_worker.engine.edgellm.builder import BuiltBundle
 from edgellm_worker.engine.edgellm.cache import BuildOptions
 from edgellm_worker.engine.edgellm.command import build, describe
@@ -21,7 +22,8 @@ def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     Raises `BuildError`, `CheckpointError`, `EngineError`.
     """
     built = _built(checkpoint, options)
-    return open_bundle(EdgeLlmOptions(built.bundle.path, built.model_dir))
+    drafting = build_options(options, has_draft=checkpoint.draft is not None)
+    return open_bundle(EdgeLlmOptions(built.bundle.path, built.model_dir, drafting.num_speculative_tokens))
 
 
 def build_bundle(checkpoint: Checkpoint, options: EngineOptions) -> str:
@@ -43,6 +45,9 @@ def build_options(options: EngineOptions, *, has_draft: bool) -> BuildOptions:
     drafting = options.speculative or SpeculativeConfig(DEFAULT_DRAFTS if has_draft else 0)
     if drafting.schedule or drafting.adaptive:
         raise BuildError("speculative-config: this runtime's draft length is fixed; give num_speculative_tokens alone")
+    if options.quantization or options.kv_cache_dtype is not KvCacheDtype.AUTO:
+        raise BuildError("quantization and kv-cache-dtype: the vendor's builder follows the checkpoint; leave them out")
+    trees = TreeSizes.of(drafting.num_speculative_tokens, options.max_verify_tree_size, options.max_draft_tree_size)
     return BuildOptions(
         num_speculative_tokens=drafting.num_speculative_tokens,
         max_batch_size=options.max_batch_size,
@@ -50,4 +55,6 @@ def build_options(options: EngineOptions, *, has_draft: bool) -> BuildOptions:
         max_kv_cache_capacity=options.max_kv_cache_capacity,
         corrects_feedback=options.corrects_draft_feedback,
         accepts_fp16_kv=options.accepts_fp16_kv,
+        verify_tree=trees.max_verify_tree_size,
+        draft_tree=trees.max_draft_tree_size,
     )

@@ -8,6 +8,8 @@ from typing import Final
 from edgellm_worker.engine.api import Engine, EngineLimits, EngineTraits
 from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint
 from edgellm_worker.engine.checkpoint.quantization import KvScheme
+from edgellm_worker.engine.demands import KvCacheDtype, TreeSizes, WeightForm
+from edgellm_worker.engine.errors import BuildError
 from edgellm_worker.engine.load import EngineOptions
 from edgellm_worker.engine.models.registry import Model, read_model
 from edgellm_worker.engine.ops.api import KvDtype
@@ -23,13 +25,21 @@ NAME: Final = "reference"
 DEFAULT_DRAFTS: Final = 3
 
 _KV_DTYPES: Final = {KvScheme.UNQUANTIZED: KvDtype.FLOAT32, KvScheme.FP8: KvDtype.FP8}
+_WANTED_KV: Final = {KvCacheDtype.FLOAT16: KvDtype.FLOAT16, KvCacheDtype.FP8: KvDtype.FP8}
 
 
 def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
-    """Raises `CheckpointError`. The draft's cache is kept in the base's type."""
+    """Raises `CheckpointError`, `BuildError`, `CapacityError`. The draft's cache is kept in the base's type."""
+    forms = sorted(options.quantization - {WeightForm.FLOAT16})
+    if forms:
+        raise BuildError(
+            f"quantization {', '.join(forms)}: the reference engine decodes all weights; the tensorrt engine runs them"
+            " as they are stored where GPU and library can"
+        )
     model = read_model(checkpoint.model_config, checkpoint.base, checkpoint.draft)
     grammars = GrammarCompiler(checkpoint.path / "tokenizer.json", model.config.vocab_size)
-    return reference_engine(model, options, _KV_DTYPES[checkpoint.base.kv.scheme], grammars)
+    kv_dtype = _WANTED_KV.get(options.kv_cache_dtype, _KV_DTYPES[checkpoint.base.kv.scheme])
+    return reference_engine(model, options, kv_dtype, grammars)
 
 
 def reference_engine(
@@ -46,12 +56,15 @@ def reference_engine(
     if model.mtp is None:
         drafting = SpeculativeConfig(0)
     num_drafts = drafting.num_speculative_tokens
+    trees = TreeSizes(1, 0)
+    if model.mtp is not None:
+        trees = TreeSizes.of(num_drafts, options.max_verify_tree_size, options.max_draft_tree_size)
     limits = EngineLimits(
         max_batch_size=options.max_batch_size,
         max_input_len=min(options.max_input_len, capacity - num_drafts),
         max_kv_cache_capacity=capacity,
-        max_verify_tree_size=num_drafts + 1,
-        max_draft_tree_size=num_drafts,
+        max_verify_tree_size=trees.max_verify_tree_size,
+        max_draft_tree_size=trees.max_draft_tree_size,
         num_speculative_tokens=num_drafts,
         vocab_size=model.config.vocab_size,
     )
@@ -62,7 +75,7 @@ def reference_engine(
         drafts_when_sampled=num_drafts > 0,
         speculative_method=_method(model, num_drafts),
     )
-    executor = NumpyExecutor(model, StateShape(options.max_batch_size, capacity, num_drafts + 1, kv_dtype))
+    executor = NumpyExecutor(model, StateShape(options.max_batch_size, capacity, trees.max_verify_tree_size, kv_dtype))
     return SpeculativeEngine(
         executor, SpeculativeOptions(limits, traits, drafting.draft_length(), options.prefill_chunk_tokens, grammars)
     )

@@ -58,6 +58,16 @@ class SpeculativeConfig:
             raise ValueError("; ".join(problems))
         return cls(length, method, tuple(sorted(tuple(entry) for entry in schedule or ())), adaptive)
 
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """Every length that a step may have, ascending. No drafts at all are always possible."""
+        most = self.num_speculative_tokens
+        if self.adaptive:
+            return tuple(range(most + 1))
+        return tuple(
+            sorted({0, *(min(length, most) for _, _, length in self.schedule), *((most,) * (not self.schedule))})
+        )
+
     def draft_length(self) -> DraftLength:
         """A new controller."""
         if self.adaptive:
