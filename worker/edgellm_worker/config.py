@@ -32,9 +32,9 @@ from pydantic.fields import FieldInfo
 from edgellm_producer.keys import NAME_PATTERN
 from edgellm_producer.topology import Target
 from edgellm_worker.batching import FormerConfig, Scheduling
-from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from edgellm_worker.engine.demands import KvCacheDtype, WeightForm, tree_problems
 from edgellm_worker.engine.load import KINDS
+from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from edgellm_worker.errors import ConfigError
 from edgellm_worker.logs import LogFormat
 
@@ -63,8 +63,8 @@ def _option(group: str, text: str, *, default: Any, metavar: str = "N", **bounds
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
-Drafting = Annotated[SpeculativeConfig, BeforeValidator(_speculative)]
 WeightForms = Annotated[frozenset[WeightForm], BeforeValidator(_split_names)]
+Drafting = Annotated[SpeculativeConfig, BeforeValidator(_speculative)]
 
 _MODEL: Final = "model"
 _ENGINE: Final = "engine limits"
@@ -108,7 +108,6 @@ class Settings(BaseModel):
     accept_fp16_kv: bool = _option(
         _MODEL, "edgellm: take an FP16 KV cache where the vendor does not follow the checkpoint's FP8", default=False
     )
-    speculative_config: Drafting | None = _option(
     quantization: WeightForms = _option(
         _MODEL,
         "forms in which the checkpoint's weights must run: fp8, nvfp4, or float16 (decode them); "
@@ -119,6 +118,7 @@ class Settings(BaseModel):
     kv_cache_dtype: KvCacheDtype = _option(
         _MODEL, "fp8 or float16; auto: as the checkpoint says", default=KvCacheDtype.AUTO, metavar="TYPE"
     )
+    speculative_config: Drafting | None = _option(
         _MODEL,
         'draft settings, e.g. {"method":"mtp","num_speculative_tokens":3}; default: what the checkpoint has',
         default=None,

@@ -33,11 +33,11 @@ def engine_options(settings: Settings) -> EngineOptions:
         max_batch_size=settings.max_batch_size,
         max_input_len=settings.max_input_len,
         max_kv_cache_capacity=settings.max_kv_cache_capacity,
+        speculative=settings.speculative_config,
         max_verify_tree_size=settings.max_verify_tree_size,
         max_draft_tree_size=settings.max_draft_tree_size,
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
-        speculative=settings.speculative_config,
         cache_dir=settings.cache_dir,
         rewrites_mtp=settings.rewrite_mtp is not None,
         corrects_draft_feedback=settings.correct_draft_feedback,
@@ -48,8 +48,8 @@ def engine_options(settings: Settings) -> EngineOptions:
 def requested_limits(settings: Settings) -> EngineLimits:
     """What the settings ask for, before an engine has said what it can do."""
     drafting = settings.speculative_config
-    draft_size = num_drafts if settings.max_draft_tree_size is None else settings.max_draft_tree_size
     num_drafts = ASSUMED_DRAFTS if drafting is None else drafting.num_speculative_tokens
+    draft_size = num_drafts if settings.max_draft_tree_size is None else settings.max_draft_tree_size
     return EngineLimits(
         max_batch_size=settings.max_batch_size,
         max_input_len=settings.max_input_len,

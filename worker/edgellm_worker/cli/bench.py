@@ -45,9 +45,9 @@ FIELDS: Final = (
     "rewrite_mtp",
     "correct_draft_feedback",
     "accept_fp16_kv",
-    "max_input_len",
     "quantization",
     "kv_cache_dtype",
+    "max_input_len",
     "max_kv_cache_capacity",
 )
 CLOCKS: Final = {"wall": time.perf_counter, "cpu": time.thread_time}
