@@ -49,7 +49,7 @@ def seal(fields: Mapping[str, Any]) -> Envelope:
     job = job_from(given)
     _check(job)
     body = _body(job)
-    packed: bytes = msgpack.packb(body)
+    packed = _packed(body)
     if len(packed) > MAX_JOB_BYTES:
         raise JobRejected(ErrorCode.TOO_LARGE, f"{len(packed)} bytes packed, the limit is {MAX_JOB_BYTES}", field="job")
     return Envelope(job, packed, _digest(body) if job.idempotency_key is not None else "")
@@ -61,6 +61,21 @@ def _body(job: Job) -> dict[str, Any]:
     """
     given = job.model_fields_set
     return {name: value for name, value in job.__dict__.items() if name in given}
+
+
+def _packed(body: Mapping[str, Any]) -> bytes:
+    """Raises `JobRejected` naming the field that the wire cannot carry: half a surrogate pair (JSON can say one), an
+    integer over 64 bits, an object.
+    """
+    try:
+        return bytes(msgpack.packb(body))
+    except (UnicodeEncodeError, OverflowError, TypeError):
+        for name, value in body.items():
+            try:
+                msgpack.packb(value)
+            except (UnicodeEncodeError, OverflowError, TypeError) as error:
+                raise JobRejected(ErrorCode.INVALID_FIELD, f"cannot be sent: {error}", field=name) from error
+        raise
 
 
 def _check(job: Job) -> None:

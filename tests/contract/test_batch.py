@@ -54,11 +54,12 @@ async def test_every_line_is_answered_and_one_bad_line_stops_nothing(default_ser
         + line("d", body={**CHAT, "temperature": -1})
         + line("e", "/v1/embeddings")
         + line("f")
+        + line("half a character", body={**CHAT, "messages": [{"role": "user", "content": "\ud83d"}]})
     )
     async with instant_worker(default_server.url, queue_name):
         assert await run(default_server.url, queue_name, source, output) == 1
     found = answers(output)
-    assert set(found) == {"a", "b", None, "c", "d", "e", "f"}
+    assert set(found) == {"a", "b", None, "c", "d", "e", "f", "half a character"}
     assert found["a"]["response"]["body"]["choices"][0]["message"]["content"] == "HELLO"
     assert found["a"]["response"]["status_code"] == 200
     assert found["a"]["error"] is None
@@ -67,6 +68,7 @@ async def test_every_line_is_answered_and_one_bad_line_stops_nothing(default_ser
     assert found["c"]["response"]["body"]["error"]["param"] == "n"
     assert found["d"]["response"]["body"]["error"]["param"] == "temperature"
     assert found["e"]["response"]["body"]["error"]["param"] == "url"
+    assert found["half a character"]["response"]["body"]["error"]["param"] == "messages"
     assert not journal_path(output).exists()
 
 

@@ -187,6 +187,11 @@ async def test_broken_and_oversized_bodies(default_server, queue_name):
         assert (broken.status_code, broken.json()["error"]["code"]) == (400, "malformed")
         large = await http.post(f"{url}/chat/completions", content=b" " * (2 << 20))
         assert (large.status_code, large.json()["error"]["code"]) == (413, "too_large")
+        half = await http.post(f"{url}/completions", content=rb'{"model": "tiny", "prompt": "\ud83d"}')
+        assert (half.status_code, half.json()["error"]["param"]) == (400, "prompt")
+        for elsewhere in (await http.post(f"{url}/embeddings", json={}), await http.get(f"{url}/completions")):
+            assert elsewhere.status_code in {404, 405}
+            assert "is not served here" in elsewhere.json()["error"]["message"]
 
 
 async def test_health_tells_whether_the_queue_answers(start_server, queue_name):

@@ -110,6 +110,22 @@ def test_deep_nesting_is_rejected_by_field() -> None:
     assert caught.value.field == "metadata"
 
 
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt": "half of an emoji: \ud83d"}, "prompt"),
+        ({"messages": [{"role": "user", "content": "\udc00"}]}, "messages"),
+        ({"prompt": "x", "metadata": {"n": 1 << 64}}, "metadata"),
+        ({"prompt": "x", "metadata": {"n": object()}}, "metadata"),
+    ],
+    ids=["prompt", "messages", "integer", "object"],
+)
+def test_what_the_wire_cannot_carry_is_rejected_by_field(fields: dict, field: str) -> None:
+    with pytest.raises(JobRejected, match="cannot be sent") as caught:
+        seal(fields)
+    assert caught.value.field == field
+
+
 def test_an_envelope_holds_what_was_given_and_nothing_else() -> None:
     envelope = seal({"prompt": "x", "stop": "a", "id": "i", "seed": None})
     assert msgpack.unpackb(envelope.packed) == {"v": 1, "id": "i", "prompt": "x", "stop": ["a"]}

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -70,7 +71,8 @@ class Gateway:
                 Route(Endpoint.COMPLETIONS, self.completions, methods=["POST"]),
                 Route("/v1/models", self.models),
                 Route("/health", self.health),
-            ]
+            ],
+            exception_handlers={HTTPException: _no_such_route},
         )
 
     async def chat(self, request: Request) -> Response:
@@ -182,6 +184,15 @@ async def _json_body(request: Request) -> Any:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise JobRejected(ErrorCode.MALFORMED, "body is not JSON") from error
+
+
+def _no_such_route(request: Request, error: Exception) -> Response:
+    """As OpenAI's clients read errors, instead of a line of text."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    message = f"{request.method} {request.url.path} is not served here"
+    return _error_response(
+        ErrorBody(status, {"message": message, "type": "invalid_request_error", "param": None, "code": None})
+    )
 
 
 def _event(fields: dict[str, Any]) -> bytes:
