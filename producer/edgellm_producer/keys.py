@@ -86,6 +86,10 @@ class Keys:
         return f"{self.prefix}deadlines"
 
     @property
+    def checks(self) -> str:
+        return f"{self.prefix}checks"
+
+    @property
     def dead(self) -> str:
         return f"{self.prefix}dead"
 

@@ -66,6 +66,7 @@ class ErrorCode(StrEnum):
     ENGINE_ERROR = "engine_error"
     TOO_MANY_ATTEMPTS = "too_many_attempts"
     POISON = "poison"
+    ENTRY_DELETED = "entry_deleted"
     CANCELLED = "cancelled"
 
 

@@ -21,7 +21,7 @@ from edgellm_worker.queue.config import QueueConfig
 from edgellm_worker.queue.errors import QueueError
 from edgellm_worker.queue.redis_queue import RedisQueue
 from edgellm_worker.queue.rights import COMMANDS, Role
-from tests.support.queue_rig import HIGH, NORMAL, ok, until
+from tests.support.queue_rig import HIGH, NORMAL, ok, renewed, until
 from tests.support.redis_server import VERSIONS, RedisServer
 
 PASSWORD = "open sesame"
@@ -69,7 +69,7 @@ class Trial:
 
     def _worker(self, name: str) -> RedisQueue:
         url = url_of(self.server, f"edgellm-worker-{self.queue}")
-        config = QueueConfig(url=url, queue=self.queue, consumer=name, block_ms=20, reclaim_interval_s=0, lease_s=60)
+        config = QueueConfig(url=url, queue=self.queue, consumer=name, block_ms=20, reclaim_interval_s=0, lease_s=1)
         return RedisQueue(config)
 
     async def everything(self) -> None:
@@ -116,6 +116,8 @@ class Trial:
     async def tenants(self, admin: redis.Redis) -> None:
         admin.hset(self.keys.config, "tenant_max_jobs", 100)
         jobs = await self.producer.submit_many([{"prompt": "x", "tenant": "t"} for _ in range(66)])
+        admin.zadd(self.keys.checks, {job.id: 1 for job in jobs})
+        await self.workers[0].sweep()
         await jobs[-1].cancel()
         await jobs[0].cancel()
         for delivery in await self.take(64):
@@ -166,7 +168,7 @@ class Trial:
         await self.workers[0].begin([delivery])
         await self.workers[0].release([delivery], begun=True)
         (mine,) = await self.take(1, worker=1)
-        assert await asyncio.to_thread(self.workers[1]._keeper._try_renew)
+        await renewed(self.workers[1])
         admin.xclaim(self.keys.lane(HIGH), GROUP, "w9", 0, [mine.entry_id], idle=3_600_000, justid=True)
         (back,) = await self.take(1)
         assert self.workers[0].counters.num_reclaimed >= 1

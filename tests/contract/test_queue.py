@@ -441,15 +441,3 @@ async def test_a_worker_of_another_model_is_refused_while_the_first_lives(rig: R
     with pytest.raises(ModelMismatch, match="serves qwen"):
         await rig.worker("w3", served_models=("llama",))
     rig.admin.delete(rig.keys.worker("w1"), rig.keys.worker("w2"))
-
-
-async def test_a_flushed_queue_works_on(rig: Rig) -> None:
-    """langfuse#15509, on this queue's keys only: groups are made again at 0, held leases are reported lost."""
-    worker = await rig.worker(lease_s=0.3)
-    await rig.submit()
-    (delivery,) = await worker.take(1)
-    rig.admin.delete(*rig.admin.scan_iter(rig.keys.prefix + "*"))
-    job = await rig.submit("after")
-    (after,) = await worker.take(1)
-    assert after.id == job.id
-    assert await until(worker.lost) == {delivery.id}

@@ -126,14 +126,14 @@ class Pair(RuleBasedStateMachine):
     def release(self, worker: str, index: int, begun: bool) -> None:
         if (picked := self.picked(worker, index)) is not None:
             job, entry, real = picked
-            released = self.run_worker("release", worker, int(begun), "normal", real, job)
+            released, _ = self.run_worker("release", worker, int(begun), "normal", real, job)
             assert bool(released) is self.model.release(worker, job, entry, begun=begun)
 
     @rule(worker=WORKERS, index=INDEX, kill=st.booleans())
     def retry(self, worker: str, index: int, kill: bool) -> None:
         if (picked := self.picked(worker, index)) is not None:
             job, entry, real = picked
-            retried = self.run_worker("retry", worker, "normal", real, job, 0, 1, int(kill), "")
+            retried = self.run_worker("retry", worker, "normal", real, job, 0, 1, int(kill), "", "")
             assert bool(retried) is self.model.retry(worker, job, entry, kill=kill)
 
     @rule(index=INDEX)

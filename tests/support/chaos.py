@@ -289,4 +289,4 @@ def judge(world: World, acknowledged: list[str]) -> Verdict:
 def left_over(client: redis.Redis, keys: Keys) -> list[str]:
     found = [key.decode() for kind in ("job", "cancel", "held") for key in client.scan_iter(f"{keys.prefix}{kind}:*")]
     found += [f"{lane}: {client.xlen(lane)} entries" for lane in keys.lanes if client.xlen(lane)]
-    return found + [key for key in (keys.delayed, f"{keys.prefix}deadlines") if client.exists(key)]
+    return found + [key for key in (keys.delayed, keys.deadlines, keys.checks) if client.exists(key)]

@@ -52,10 +52,17 @@ class QueueModel:
     def _allows(self, event: Event, job: str, entry: int | None = None, consumer: str = "") -> bool:
         check = self.table[event].check
         if check is Fenced.OWNER:
-            return entry is not None and self.owners.get(entry) == consumer
+            return entry is not None and self._holds(consumer, job, entry)
         if check is Fenced.DONE_ABSENT:
             return job not in self.done
         return True
+
+    def _holds(self, consumer: str, job: str, entry: int) -> bool:
+        holder = self.owners.get(entry)
+        if holder is not None or entry in self.lane:
+            return holder == consumer
+        record = self.records.get(job)
+        return record is not None and record.entry == entry and record.begun_by in {"", consumer}
 
     # Every method is one script.
 
@@ -124,13 +131,17 @@ class QueueModel:
         return is_visible
 
     def release(self, consumer: str, job: str, entry: int, *, begun: bool) -> bool:
-        if not self._allows(Event.RELEASE, job, entry, consumer) or entry not in self.lane:
+        """What has no entry any more goes back through `delayed`, with the envelope that the caller has."""
+        if job not in self.records or not self._allows(Event.RELEASE, job, entry, consumer):
             return False
-        self.owners[entry] = PARKED
         record = self.records[job]
         if record.begun_by == consumer:
             record.begun_by = ""
             record.attempt -= begun
+        if entry in self.lane:
+            self.owners[entry] = PARKED
+        else:
+            self._delay(job, entry)
         return True
 
     def retry(self, consumer: str, job: str, entry: int, *, kill: bool = False) -> bool:
@@ -142,10 +153,8 @@ class QueueModel:
             return False
         record = self.records[job]
         record.kills += kill
-        record.alone, record.begun_by, record.entry = True, "", None
-        self._drop(entry)
-        self.delayed.add(job)
-        self._promote_held(record.tenant)
+        record.alone = True
+        self._delay(job, entry)
         return True
 
     def cancel(self, job: str) -> str:
@@ -168,6 +177,17 @@ class QueueModel:
                 self._enter(job)
             else:
                 self._forget(job)
+
+    def delete(self, entry: int) -> None:
+        """What an operator's XDEL or XTRIM does. The pending list forgets it as soon as somebody touches it."""
+        self._drop(entry)
+
+    def check(self, job: str, workers_that_have_it: set[str]) -> None:
+        record = self.records.get(job)
+        if record is None or record.entry is None or record.entry in self.lane:
+            return
+        if record.begun_by not in workers_that_have_it and self._answer(Event.CHECK, job, "deleted"):
+            self.dead.append(job)
 
     def redeliver(self, job: str) -> None:
         """What a failover that lost the last writes does: an entry of an answered job is back, its record is not."""
@@ -198,6 +218,13 @@ class QueueModel:
         self.num_entries += 1
         self.lane[self.num_entries] = job
         self.records[job].entry = self.num_entries
+
+    def _delay(self, job: str, entry: int) -> None:
+        record = self.records[job]
+        self._drop(entry)
+        record.begun_by, record.entry = "", None
+        self.delayed.add(job)
+        self._promote_held(record.tenant)
 
     def _drop(self, entry: int) -> None:
         self.owners.pop(entry, None)

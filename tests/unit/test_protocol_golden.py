@@ -124,6 +124,7 @@ def current() -> dict[str, Any]:
             "worker": keys.worker("NAME"),
             "delayed": keys.delayed,
             "deadlines": keys.deadlines,
+            "checks": keys.checks,
             "dead": keys.dead,
             "config": keys.config,
             "events": keys.events,

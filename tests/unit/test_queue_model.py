@@ -25,6 +25,7 @@ class QueueMachine(RuleBasedStateMachine):
         super().__init__()
         self.model = QueueModel(table=dict(self.table))
         self.accepted: list[str] = []
+        self.deleted: set[str] = set()
         self.hands: dict[str, list[tuple[str, int]]] = {"w1": [], "w2": []}
         self.submit("", 0)
 
@@ -95,12 +96,31 @@ class QueueMachine(RuleBasedStateMachine):
         if self.model.done:
             self.model.redeliver(sorted(self.model.done)[index % len(self.model.done)])
 
+    @rule(index=INDEX)
+    def delete(self, index: int) -> None:
+        """An operator's hand, in the lane."""
+        if self.model.lane:
+            entry = sorted(self.model.lane)[index % len(self.model.lane)]
+            self.deleted.add(self.model.lane[entry])
+            self.model.delete(entry)
+
+    @rule(index=INDEX)
+    def check(self, index: int) -> None:
+        job = self.accepted[index % len(self.accepted)]
+        self.model.check(job, {worker for worker, hand in self.hands.items() if job in dict(hand)})
+
     @invariant()
     def no_job_is_lost_or_in_two_places(self) -> None:
         for job in self.accepted:
             places = self.model.places(job)
-            if job not in self.model.done:
+            if job not in self.model.done and (places or job not in self.deleted):
                 assert len(places) == 1, f"{job} is in {places}"
+
+    @invariant()
+    def a_deleted_job_keeps_its_record_until_it_is_answered(self) -> None:
+        """The record is what the check finds it by."""
+        for job in self.deleted - set(self.model.done):
+            assert job in self.model.records
 
     @invariant()
     def every_job_has_at_most_one_answer(self) -> None:
@@ -116,6 +136,8 @@ class QueueMachine(RuleBasedStateMachine):
         model = self.model
         for _ in range(20 * len(self.accepted) + 20):
             model.promote_delayed()
+            for job in self.accepted:
+                model.check(job, set())
             for entry in list(model.owners):
                 if entry in model.owners and (taken := model.reclaim("last", entry)) is not None:
                     self._settle(*taken)
@@ -137,6 +159,9 @@ SETTINGS = settings(
 )
 
 
+MUTANT_SETTINGS = settings(SETTINGS, max_examples=600, derandomize=True, phases=[Phase.generate])
+
+
 def test_no_interleaving_loses_a_job_or_answers_it_twice() -> None:
     run_state_machine_as_test(QueueMachine, settings=SETTINGS)
 
@@ -147,7 +172,7 @@ def test_a_weaker_fence_is_found(weaker: Fenced) -> None:
     table = {**BY_EVENT, Event.FINISH: dataclasses.replace(BY_EVENT[Event.FINISH], check=weaker)}
     mutant = type("Mutant", (QueueMachine,), {"table": table})
     with pytest.raises((AssertionError, KeyError)):
-        run_state_machine_as_test(mutant, settings=settings(SETTINGS, derandomize=True, phases=[Phase.generate]))
+        run_state_machine_as_test(mutant, settings=MUTANT_SETTINGS)
 
 
 @pytest.mark.parametrize("check", [Fenced.OWNER, Fenced.NOTHING])

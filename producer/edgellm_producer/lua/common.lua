@@ -7,6 +7,7 @@ local PARKED = 'parked'       -- the consumer that holds what a draining worker 
 local LANES = {'high', 'normal', 'low'}
 local TENANT_WINDOW = 64      -- lane entries per tenant; the rest waits in held:<lane>:<tenant>
 local DAY_MS = 86400000
+local FIRST_CHECK_MS = 60000
 
 local function text(number) return string.format('%.0f', number) end
 
@@ -72,6 +73,15 @@ local function leave_lane(lane, tenant)
   if count <= 0 then redis.call('HDEL', tenants_key(lane), tenant) end
 end
 
+local function has_entry(lane, entry)
+  return is_set(entry) and #redis.call('XRANGE', lane_key(lane), entry, entry) > 0
+end
+
+-- When the sweep looks whether a job is still where its record says (sweep.lua): after a minute, then at twice that age.
+local function check_later(id, now, age_ms)
+  redis.call('ZADD', P .. 'checks', text(now + math.max(FIRST_CHECK_MS, age_ms)), id)
+end
+
 local function drop_entry(lane, entry)
   redis.pcall('XACK', lane_key(lane), GROUP, entry)
   redis.call('XDEL', lane_key(lane), entry)
@@ -101,6 +111,7 @@ local function forget(id, status)
     drop_delayed(id)
   end
   if is_set(deadline) then redis.call('ZREM', P .. 'deadlines', id) end
+  redis.call('ZREM', P .. 'checks', id)
   if is_set(dedup) then
     local value = redis.call('GET', P .. 'dedup:' .. dedup)
     if value and string.match(value, '^(%S+)') == id then

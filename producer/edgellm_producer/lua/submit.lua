@@ -55,6 +55,7 @@ local function submit(first)
     if tenant ~= '' then call('HINCRBY', tenants_key(lane), tenant, 1) end
   end
   call('HSET', job_key(id), 'at', place, 'lane', lane, 'entry', entry, 'time', now_text, 'ttl', ttl_ms)
+  check_later(id, now, 0)
   if tenant ~= '' then call('HSET', job_key(id), 'tenant', tenant) end
   if timeout_ms ~= '' then
     local deadline = text(now + tonumber(timeout_ms))

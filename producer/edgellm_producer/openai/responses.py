@@ -164,6 +164,7 @@ _STATUS_OF_CODE: Final[dict[str, tuple[int, str]]] = {
     ErrorCode.ENGINE_ERROR: (500, "server_error"),
     ErrorCode.TOO_MANY_ATTEMPTS: (500, "server_error"),
     ErrorCode.POISON: (500, "server_error"),
+    ErrorCode.ENTRY_DELETED: (500, "server_error"),
 }
 
 

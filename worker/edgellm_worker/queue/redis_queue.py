@@ -26,7 +26,16 @@ from edgellm_worker.queue.events import EventListener
 from edgellm_worker.queue.held import Entry, HeldTable, ReplyClock
 from edgellm_worker.queue.lease import LeaseKeeper
 from edgellm_worker.queue.link import Link, Waiter, link_options
-from edgellm_worker.queue.rows import Newer, Row, Settlement, decode_row, ending, parse_row
+from edgellm_worker.queue.rows import (
+    Newer,
+    Row,
+    Settlement,
+    decode_row,
+    deletion,
+    ending,
+    parse_row,
+    parse_swept,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -196,8 +205,13 @@ class RedisQueue:
         if row.newer_seen >= NEWER_VERSION_DELAYS:
             return newer.refusal
         delay_ms = round(self._config.newer_version_delay_s * 1000)
-        await self._link.run("retry", [self.consumer, row.lane, row.entry_id, row.id, delay_ms, 0, 0, "newer"])
+        entry = Entry(row.lane, row.entry_id, row.id)
+        await self._send_back(entry, delay_ms, "newer", row.envelope)
         return None
+
+    async def _send_back(self, entry: Entry, delay_ms: int, counted: str, envelope: bytes) -> None:
+        """To the delayed jobs, through no fault of the engine's; `counted` is a field of its record to count up."""
+        await self._link.run("retry", [self.consumer, *entry, delay_ms, 0, 0, counted, envelope])
 
     async def wait(self, timeout_s: float) -> None:
         reading = self._waiter.reading(self._last_ids)
@@ -297,7 +311,10 @@ class RedisQueue:
         if not deliveries:
             return
         entries = [_entry(delivery) for delivery in deliveries]
-        await self._link.run("release", [self.consumer, int(begun), *_flat(entries)])
+        _, without_entry = await self._link.run("release", [self.consumer, int(begun), *_flat(entries)])
+        for delivery in deliveries:
+            if delivery.id.encode() in without_entry:
+                await self._send_back(_entry(delivery), 0, "", encode(delivery.job))
         self._held.remove(entries)
 
     async def retry(
@@ -311,7 +328,8 @@ class RedisQueue:
         """The job runs alone from here on: whatever it met, its neighbours must not meet it too."""
         entry = _entry(delivery)
         logger.info("job %s is tried again in %.1f s: %s", delivery.id, delay_s, reason)
-        await self._link.run("retry", [self.consumer, *entry, round(delay_s * 1000), 1, int(solo_kill), ""])
+        flags = (round(delay_s * 1000), 1, int(solo_kill), "")
+        await self._link.run("retry", [self.consumer, *entry, *flags, encode(delivery.job)])
         self._held.remove([entry])
 
     # Housekeeping
@@ -319,14 +337,14 @@ class RedisQueue:
     async def sweep(self) -> None:
         held = self._held.snapshot()
         args: list[str | bytes | int] = [SWEEP_LIMIT, *(entry.job_id for entry in held)]
-        now_text, expired, cancelled, _ = await self._link.run("sweep", args)
+        now_text, expired, cancelled, _, deleted = await self._link.run("sweep", args)
         self._held.mark_cancelled(item.decode() for item in cancelled)
-        await self._refuse([self._expired(raw, int(now_text)) for raw in expired])
-
-    def _expired(self, raw: Sequence[bytes], now_ms: int) -> Settlement:
-        job_id, lane, entry, ttl, enqueued, attempt = raw
-        row = parse_row([lane, entry, job_id, b"", enqueued, attempt, b"0", b"", b"", ttl, 0, 1, b"0"])
-        return ending(row, Status.EXPIRED, now_ms, self.consumer)
+        settlements = [ending(parse_swept(raw), Status.EXPIRED, int(now_text), self.consumer) for raw in expired]
+        for raw in deleted:
+            row = parse_swept(raw)
+            logger.error("job %s was deleted from the queue by somebody else: answered as failed", row.id)
+            settlements.append(deletion(row, self.consumer))
+        await self._refuse(settlements)
 
     async def stats(self) -> QueueStats:
         now_text, lanes, delayed, dead = await self._link.run("stats", [])

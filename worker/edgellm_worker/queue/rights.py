@@ -27,7 +27,7 @@ COMMANDS: Final[dict[Role, tuple[str, ...]]] = {
     Role.WORKER: (
         *("eval", "evalsha", "info", "subscribe", "publish", "time", "type"),
         *("del", "exists", "get", "mget", "pexpire", "set"),
-        *("hdel", "hget", "hincrby", "hmget", "hset", "lpop", "lrem"),
+        *("hdel", "hget", "hincrby", "hmget", "hset", "lpop", "lpos", "lrem"),
         *("zadd", "zcard", "zrangebyscore", "zrem", "zscan"),
         *("xack", "xadd", "xclaim", "xdel", "xlen", "xpending", "xrange", "xread", "xreadgroup"),
         *("xgroup|create", "xgroup|createconsumer", "xgroup|delconsumer", "xinfo|consumers", "xinfo|groups"),

@@ -67,6 +67,12 @@ def parse_row(raw: Sequence[Any]) -> Row:
     )
 
 
+def parse_swept(raw: Sequence[Any]) -> Row:
+    """A job that the sweep found: it has a record but nobody read its entry."""
+    job_id, lane, entry, ttl, enqueued, attempt = raw
+    return parse_row([lane, entry, job_id, b"", enqueued, attempt, b"0", b"", b"", ttl, 0, 1, b"0"])
+
+
 @dataclass(frozen=True, slots=True)
 class Settlement:
     """One answer as the finish script takes it. An empty `job_id` has no reply: the entry becomes a dead letter
@@ -152,6 +158,12 @@ def refusal(row: Row, status: Status, error: ErrorInfo, worker: str, dead_reason
         row.envelope if dead_reason else b"",
         row.attempt,
     )
+
+
+def deletion(row: Row, worker: str) -> Settlement:
+    """The answer of a job whose entry somebody deleted. Its dead letter has no envelope: that went with the entry."""
+    info = ErrorInfo(code=ErrorCode.ENTRY_DELETED, message="somebody else deleted it from the queue in Redis")
+    return refusal(row, Status.FAILED, info, worker, dead_reason=ErrorCode.ENTRY_DELETED)
 
 
 def _readable_id(row: Row, fields: dict[str, Any]) -> str:

@@ -40,6 +40,7 @@ class Event(StrEnum):
     PROMOTE_DELAYED = "promote_delayed"
     PROMOTE_HELD = "promote_held"
     REAP_CONSUMER = "reap_consumer"
+    CHECK = "check"
 
 
 class Place(StrEnum):
@@ -57,7 +58,7 @@ class Fenced(StrEnum):
     """What a script checks before it acts."""
 
     NOTHING = "nothing"
-    OWNER = "the caller's consumer name holds the entry in the pending list"
+    OWNER = "the caller holds the entry in the pending list; or it was deleted from outside, and no other began the job"
     DONE_ABSENT = "done:<id> does not exist (SET NX)"
 
 
@@ -117,7 +118,7 @@ TRANSITIONS: Final = (
         ("pending", "pending"),
         Fenced.OWNER,
         "",
-        "XCLAIM JUSTID to itself; returns the ids that are lost and those that are cancelled",
+        "XCLAIM JUSTID to itself (FORCE if it was acknowledged from outside); returns what is lost, what is cancelled",
     ),
     _row(
         Event.DELTA,
@@ -190,6 +191,14 @@ TRANSITIONS: Final = (
         Fenced.NOTHING,
         "worker:<name> absent and pending count 0",
         "XGROUP DELCONSUMER",
+    ),
+    _row(
+        Event.CHECK,
+        ("lane held delayed pending", "lane pending done"),
+        Fenced.DONE_ABSENT,
+        "due in `checks`; deleted, acknowledged or passed over from outside (XDEL, XTRIM, XACK, XGROUP, DEL); no live "
+        "worker has it in hand",
+        "where its envelope is left: XCLAIM FORCE to the parking consumer, or XADD lane; else DEAD_LETTER",
     ),
 )
 

@@ -12,5 +12,6 @@ if redis.call('EXISTS', job_key(id), P .. 'done:' .. id) == 0 then
     redis.call('ZADD', P .. 'deadlines', ARGV[6], id)
   end
   redis.call('HSET', job_key(id), unpack(fields))
+  check_later(id, now_ms(), 0)
 end
 return delivery_row(lane, entry, {'id', id, 'job', ''})

@@ -9,14 +9,15 @@ local function begin(lane, entry, id)
     drop_entry(lane, entry)
     return 'lost'
   end
-  if owner(lane, entry) ~= consumer then return 'lost' end
+  if not holds(consumer, lane, entry, id) then return 'lost' end
   if flags[2] then return 'cancelled' end
-  local job = redis.call('HMGET', job_key(id), 'begun', 'attempt', 'kills')
+  local job = redis.call('HMGET', job_key(id), 'begun', 'attempt', 'kills', 'at')
   local attempt = tonumber(job[2]) or 0
   if job[1] == consumer then return 'started' end
   if attempt >= max_attempts or (tonumber(job[3]) or 0) >= max_kills then return 'exhausted' end
   redis.call('HSET', job_key(id), 'attempt', text(attempt + 1), 'begun', consumer, 'at', 'lane', 'lane', lane,
              'entry', entry)
+  if not job[4] then check_later(id, now_ms(), 0) end  -- a flush took its record
   return 'started'
 end
 

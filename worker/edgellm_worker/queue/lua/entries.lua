@@ -17,6 +17,20 @@ end
 
 local function entry_ms(entry) return string.match(entry, '^(%d+)') end
 
+-- Is a job that no pending list gives to anybody the caller's? It is unless another began it, or it has another entry.
+local function is_unclaimed(consumer, entry, id)
+  local job = redis.call('HMGET', job_key(id), 'begun', 'entry')
+  return (not is_set(job[1]) or job[1] == consumer) and (not job[2] or job[2] == entry)
+end
+
+-- May the caller go on with what it has in hand? As a rule the pending list says so. An entry that was deleted from
+-- outside (XDEL, XTRIM, a flush) is soon in no list: its job stays with who has it in hand, as nobody else can get it.
+local function holds(consumer, lane, entry, id)
+  local holder = owner(lane, entry)
+  if holder then return holder == consumer end
+  return not has_entry(lane, entry) and is_unclaimed(consumer, entry, id)
+end
+
 -- What the worker must know of an entry it now holds; nil when there is nothing to do for it: the job is answered
 -- already (a failover can bring entries back), or this is a second entry of a job that has another.
 local function delivery_row(lane, entry, fields)
