@@ -101,8 +101,8 @@ class FakeEngine:
         self.rows[row_id] = FakeRow(request)
         self.added.append(row_id)
         self.max_rows = max(self.max_rows, len(self.rows))
-        if self._at_once:
-            asyncio.get_running_loop().call_soon(self.step, request.max_new_tokens)
+        if self._at_once and len(self.rows) == 1:  # those added in the same turn are in its step
+            asyncio.get_running_loop().call_soon(self._complete)
 
     def remove(self, row_id: int) -> None:
         self.rows.pop(row_id, None)
@@ -136,6 +136,9 @@ class FakeEngine:
             if row.is_full:
                 del self.rows[row_id]
         self._report(tuple(updates), num_rows)
+
+    def _complete(self) -> None:
+        self.step(max((row.request.max_new_tokens for row in self.rows.values()), default=0))
 
     def finish_row(self, row_id: int, reason: FinishReason, error: str | None = None) -> None:
         """End one row from inside the engine."""

@@ -52,7 +52,7 @@ class _StandardError:
         return sys.stderr.write(text)
 
     def flush(self) -> None:
-        sys.stderr.flush()
+        """It ends every line by itself."""
 
 
 def configure_logs(form: LogFormat, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:

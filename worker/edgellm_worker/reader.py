@@ -74,14 +74,13 @@ class Reader:
             pauses = backoff_s()
             may_have_more = 0 < room == len(deliveries)
             # Jobs of one read are handed on together: else the first would start a batch of its own.
-            prepared = await asyncio.gather(*(self._prepared(delivery) for delivery in deliveries))
+            is_slow = any(is_slow_to_prepare(delivery.job) for delivery in deliveries)
+            prepared = await asyncio.to_thread(self._prepare, deliveries) if is_slow else self._prepare(deliveries)
             for delivery, outcome in zip(deliveries, prepared, strict=True):
                 self._deliver(delivery, outcome)
 
-    async def _prepared(self, delivery: Delivery) -> PreparedJob | Reply:
-        if is_slow_to_prepare(delivery.job):
-            return await asyncio.to_thread(self._intake.prepare, delivery)
-        return self._intake.prepare(delivery)
+    def _prepare(self, deliveries: list[Delivery]) -> list[PreparedJob | Reply]:
+        return [self._intake.prepare(delivery) for delivery in deliveries]
 
     async def _pause(self, seconds: float, error: QueueUnavailable) -> None:
         self._log.warning("cannot read", error=str(error), again_in_s=seconds)

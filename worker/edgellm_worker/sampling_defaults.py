@@ -76,17 +76,12 @@ def seed_of(job_id: str) -> int:
 
 def resolve_sampling(job: Job, defaults: SamplingDefaults) -> SamplingParams:
     """Every field set. Nothing is refused here: the wire has checked the job, `read` the defaults."""
-
-    def chosen(name: str) -> Any:
-        given = getattr(job, name)
-        return getattr(defaults, name) if given is None else given
-
     return SamplingParams(
-        temperature=chosen("temperature"),
-        top_p=chosen("top_p"),
-        top_k=max(0, chosen("top_k")),
-        min_p=chosen("min_p"),
-        repetition_penalty=chosen("repetition_penalty"),
+        temperature=defaults.temperature if job.temperature is None else job.temperature,
+        top_p=defaults.top_p if job.top_p is None else job.top_p,
+        top_k=defaults.top_k if job.top_k is None else max(0, job.top_k),
+        min_p=defaults.min_p if job.min_p is None else job.min_p,
+        repetition_penalty=defaults.repetition_penalty if job.repetition_penalty is None else job.repetition_penalty,
         frequency_penalty=job.frequency_penalty or 0.0,
         presence_penalty=job.presence_penalty or 0.0,
         logit_bias=job.logit_bias or {},

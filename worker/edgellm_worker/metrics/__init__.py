@@ -1,6 +1,7 @@
 """What the worker tells Prometheus: a table of definitions, and one object that owns every series.
 
     definitions   the table: name, kind, unit, labels and their values, help
+    series        the values, and how the library is shown them
     exposition    `Metrics`: the registry and what each event of the daemon adds to it
     reference     docs/metrics.md, written from the table
 
