@@ -26,7 +26,7 @@ from edgellm_producer.errors import EdgellmError, JobError, JobRejected, Protoco
 from edgellm_producer.gateway import command as gateway
 from edgellm_producer.job import SubmittedJob
 from edgellm_producer.keys import Priority
-from edgellm_producer.shell import explained, leave_to_nobody
+from edgellm_producer.shell import explained, flush, leave_to_nobody
 from edgellm_producer.streaming import Restarted
 
 
@@ -297,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     try:
         code = asyncio.run(_run(arguments, password_of(arguments)))
-        sys.stdout.flush()
+        flush()
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:

@@ -13,6 +13,12 @@ def leave_to_nobody() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def flush() -> None:
+    """What cannot be written is an error of the command, not a remark at the interpreter's end."""
+    if sys.stdout is not None:  # closed by the shell: `>&-`
+        sys.stdout.flush()
+
+
 def explained(error: Exception) -> str:
     """A fault in words: of a file, its name and why, without the number that only a programmer knows."""
     if isinstance(error, OSError) and error.strerror:

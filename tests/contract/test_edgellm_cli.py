@@ -44,6 +44,16 @@ def test_build_then_check(tmp_path: Path, environment: dict[str, str]) -> None:
     assert "canary    16 tokens" in checked.stdout
 
 
+@pytest.mark.parametrize("command", ["build", "check"])
+def test_a_cache_that_cannot_be_written_is_a_failed_build_in_one_line(
+    environment: dict[str, str], command: str
+) -> None:
+    model = [str(MODEL_DIR)] if command == "build" else ["--model", str(MODEL_DIR), "--embedded"]
+    failed = edgellm_worker(environment, command, *model, "--engine", "edgellm", "--cache-dir", "/dev/null/cache")
+    assert failed.returncode == 4
+    assert failed.stderr == "edgellm-worker: /dev/null/cache: Not a directory\n"
+
+
 def test_a_build_that_fails_exits_with_the_vendors_reason(tmp_path: Path, environment: dict[str, str]) -> None:
     environment["FAKE_EDGELLM"] = told(crash="no plugin library")
     failed = edgellm_worker(

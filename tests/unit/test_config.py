@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pwd
+
 import pytest
 
 from edgellm_worker.batching import Scheduling
@@ -184,3 +186,37 @@ def test_names_and_read_size():
     assert named.names == ("a", "b")
     assert named.read_size == 2
     assert settings.log_format is LogFormat.TEXT
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+@pytest.mark.parametrize("field", ["lease_s", "grace_s", "batch_timeout_ms", "watchdog_s"])
+def test_times_are_finite(field, value):
+    assert flag_name(field) in problems({**MODEL, field: value})[0]
+
+
+def test_an_engine_that_there_is_not_names_those_there_are():
+    (problem,) = problems(MODEL, {"EDGELLM_ENGINE": "warp"})
+    assert problem == "EDGELLM_ENGINE: there is no 'warp'; there are edgellm, reference, tensorrt"
+
+
+def test_a_server_of_its_own_and_another_are_one_too_many():
+    assert "--embedded and --redis-url" in problems({**MODEL, "embedded": True, "redis_url": "redis://elsewhere"})[0]
+    settings, _ = load_settings({**MODEL, "embedded": True}, {"EDGELLM_REDIS_URL": "redis://of-the-shell"})
+    assert settings.embedded
+
+
+def test_a_model_that_is_no_folder_is_said_before_anything_is_opened(tmp_path):
+    settings, _ = load_settings({"model": str(tmp_path / "nothing")}, {})
+    with pytest.raises(ConfigError, match="nothing: no such checkpoint folder"):
+        _ = settings.model_dir
+
+
+def test_a_user_without_a_home_must_name_a_cache(monkeypatch):
+    def of_nobody(_: int) -> object:
+        raise KeyError
+
+    settings, _ = load_settings(MODEL, {})
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", of_nobody)
+    with pytest.raises(ConfigError, match="--cache-dir: .*: this user has no home directory"):
+        _ = settings.bundles_dir

@@ -30,6 +30,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from edgellm_producer.keys import NAME_PATTERN
+from edgellm_producer.shell import explained
 from edgellm_producer.topology import Target
 from edgellm_worker.batching import FormerConfig, Scheduling
 from edgellm_worker.engine.demands import KvCacheDtype, WeightForm, tree_problems
@@ -76,13 +77,13 @@ _OPERATION: Final = "operation"
 class Settings(BaseModel):
     """What `serve` and `check` need. Units are in the names."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: Path | None = _option(_MODEL, "checkpoint folder", default=None, metavar="DIR")
     served_model_name: Names = _option(
         _MODEL, "names that jobs may ask for; default: the folder's name", default=(), metavar="NAME[,NAME]"
     )
-    engine: str = _option(_MODEL, "how the model is run", default="reference", metavar="NAME", min_length=1)
+    engine: str = _option(_MODEL, "how the model is run", default="reference", metavar="NAME")
     engine_home: EngineHome = _option(
         _MODEL,
         "child: a process of its own, watched; thread: inside the worker",
@@ -172,6 +173,13 @@ class Settings(BaseModel):
         _OPERATION, "log lines for people or for machines", default=LogFormat.TEXT, metavar="KIND"
     )
 
+    @field_validator("engine")
+    @classmethod
+    def _of_a_known_engine(cls, value: str) -> str:
+        if value not in KINDS:
+            raise ValueError(f"there is no {value!r}; there are {', '.join(sorted(KINDS))}")
+        return value
+
     @field_validator("redis_url")
     @classmethod
     def _of_a_known_kind(cls, value: SecretStr) -> SecretStr:
@@ -198,10 +206,21 @@ class Settings(BaseModel):
 
     @property
     def model_dir(self) -> Path:
-        """Raises `ConfigError` when no model was given."""
+        """Raises `ConfigError` when no model was given, or what was given is no folder."""
         if self.model is None:
             raise ConfigError([f"--model (or {variable_name('model')}) is required"])
-        return self.model.expanduser()
+        path = self.model.expanduser()
+        if not path.is_dir():
+            raise ConfigError([f"{path}: no such checkpoint folder (a folder here; nothing is downloaded)"])
+        return path
+
+    @property
+    def bundles_dir(self) -> Path:
+        """`cache_dir` itself. Raises `ConfigError` where there is no home to expand."""
+        try:
+            return self.cache_dir.expanduser()
+        except RuntimeError as error:
+            raise ConfigError([f"--cache-dir: {self.cache_dir}: this user has no home directory"]) from error
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -222,7 +241,7 @@ class Settings(BaseModel):
             try:
                 return self.redis_password_file.expanduser().read_text().strip()
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError([f"redis-password-file: {error}"]) from error
+                raise ConfigError([f"redis-password-file: {explained(error)}"]) from error
         return self.redis_password.get_secret_value() if self.redis_password is not None else None
 
 
@@ -267,6 +286,8 @@ def load_settings(
         return variable_name(field) if field in from_environment else f"{file}: {field.replace('_', '-')}"
 
     settings = _validated(merged, spelled, problems)
+    if from_flags.get("embedded") and "redis_url" in from_flags:
+        problems.append("--embedded and --redis-url are both given: a server of its own, or that one?")
     if require_model and "model" not in merged:
         problems.append(f"--model (or {variable_name('model')}) is required")
     if problems or settings is None:
@@ -292,7 +313,7 @@ def _read_file(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
         raw = tomllib.loads(path.expanduser().read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        problems.append(f"--config {path}: {error}")
+        problems.append(f"--config: {explained(error)}" if isinstance(error, OSError) else f"--config {path}: {error}")
         return {}
     known: dict[str, Any] = {}
     for key, value in raw.items():

@@ -19,10 +19,9 @@ from edgellm_worker.engine.child.messages import Load
 from edgellm_worker.engine.child.watchdog import WatchdogLimits
 from edgellm_worker.engine.edgellm.prompt import PromptText
 from edgellm_worker.engine.edgellm.rules import EdgeLlmRules
-from edgellm_worker.engine.load import KINDS, EngineOptions, load_engine
+from edgellm_worker.engine.load import EngineOptions, load_engine
 from edgellm_worker.engine.runtime.handle import ThreadEngineHandle
 from edgellm_worker.engine.runtime.rules import SpeculativeRules
-from edgellm_worker.errors import ConfigError
 
 ASSUMED_DRAFTS: Final = 3
 """What is shown of the draft length until the checkpoint has said it."""
@@ -38,7 +37,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         max_draft_tree_size=settings.max_draft_tree_size,
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
-        cache_dir=settings.cache_dir,
+        cache_dir=settings.bundles_dir,
         rewrites_mtp=settings.rewrite_mtp is not None,
         corrects_draft_feedback=settings.correct_draft_feedback,
         accepts_fp16_kv=settings.accept_fp16_kv,
@@ -63,8 +62,6 @@ def requested_limits(settings: Settings) -> EngineLimits:
 
 async def open_engine(settings: Settings) -> EngineHandle:
     """Health and signals are answered meanwhile. Raises what `load_engine` raises, here or in the child."""
-    if settings.engine not in KINDS:
-        raise ConfigError([f"--engine {settings.engine}: there are {', '.join(sorted(KINDS))}"])
     if settings.engine_home is EngineHome.THREAD:
         return ThreadEngineHandle(await asyncio.to_thread(_load, settings))
     limit = settings.engine_rss_limit_gib

@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
 from rich.table import Table
 
+from edgellm_producer.shell import explained
 from edgellm_worker.bench import (
     Cell,
     CellSummary,
@@ -27,6 +27,7 @@ from edgellm_worker.bench import (
     read_drafts,
     sweep,
 )
+from edgellm_worker.cli.console import PipeConsole
 from edgellm_worker.cli.options import add_settings, given_flags
 from edgellm_worker.config import Settings, load_settings
 from edgellm_worker.demo import TINY_MODEL, data_folder, demo_jobs
@@ -130,7 +131,8 @@ def _texts(file: Path | None) -> Sequence[str]:
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise ConfigError([f"--prompts: {file}: {error}"]) from error
+        words = explained(error) if isinstance(error, OSError) else f"{file}: {error}"
+        raise ConfigError([f"--prompts: {words}"]) from error
     if not lines:
         raise ConfigError([f"--prompts: {file} holds no prompt"])
     return lines
@@ -157,7 +159,7 @@ def _document(arguments: argparse.Namespace, settings: Settings, result: SweepRe
 
 def _print(result: SweepResult) -> None:
     rows = [_row(summary) for summary in result.summaries()]
-    console = Console()
+    console = PipeConsole()
     if console.is_terminal:
         table = Table(*COLUMNS, title="median (smallest to largest)", title_justify="left")
         for row in rows:

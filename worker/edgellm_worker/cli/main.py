@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
-from edgellm_producer.shell import leave_to_nobody
+from edgellm_producer.shell import flush, leave_to_nobody
 from edgellm_worker.cli.commands import COMMANDS, Command
 from edgellm_worker.errors import ConfigError, ExitCode, exit_code
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None, environment: Mapping[str, str] | Non
     arguments = parser.parse_args(given)
     try:
         code: int = modules[arguments.command].run(arguments, os.environ if environment is None else environment)
-        sys.stdout.flush()
+        flush()
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:

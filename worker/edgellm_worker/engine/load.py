@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -55,7 +56,8 @@ KINDS: Final = {
 
 def load_engine(kind: str, checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     """Raises `BuildError` (no such kind, or it is not installed), `CheckpointError`, `CapacityError`."""
-    return cast("EngineOpener", _module(kind).open_engine)(checkpoint, options)
+    with _files_of_the_build():
+        return cast("EngineOpener", _module(kind).open_engine)(checkpoint, options)
 
 
 def build_engine(kind: str, checkpoint: Checkpoint, options: EngineOptions) -> str:
@@ -65,7 +67,17 @@ def build_engine(kind: str, checkpoint: Checkpoint, options: EngineOptions) -> s
     build = getattr(_module(kind), "build_bundle", None)
     if build is None:
         return f"engine {kind} runs from the checkpoint: there is nothing to build"
-    return cast("Callable[[Checkpoint, EngineOptions], str]", build)(checkpoint, options)
+    with _files_of_the_build():
+        return cast("Callable[[Checkpoint, EngineOptions], str]", build)(checkpoint, options)
+
+
+@contextmanager
+def _files_of_the_build() -> Iterator[None]:
+    """A cache that cannot be written (read-only, full, of another user) is a failed build like any other."""
+    try:
+        yield
+    except OSError as error:
+        raise BuildError(f"{error.filename or 'a file'}: {error.strerror or error}") from error
 
 
 def _module(kind: str) -> ModuleType:
