@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from datetime import UTC, datetime
 from enum import StrEnum
+from types import NoneType
 from typing import Any, Final, TextIO, cast
 
 import structlog
@@ -23,26 +25,34 @@ class LogFormat(StrEnum):
 _encode: Final = json.JSONEncoder(default=str).encode  # `json.dumps` with a default makes an encoder per call
 
 
-def _as_json(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> str:
-    return _encode(event)
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-def _as_text(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> str:
-    head = f"{event.pop('timestamp')} {event.pop('level', 'info'):<7} {_plain(event.pop('event', ''), spaces=True)}"
+def _as_json(_logger: Any, level: str, event: MutableMapping[str, Any]) -> str:
+    return _encode({**event, "level": level, "timestamp": _now()})
+
+
+def _as_text(_logger: Any, level: str, event: MutableMapping[str, Any]) -> str:
+    head = f"{_now()} {level:<7} {_plain(event.pop('event'), spaces=True)}"
     return " ".join([head, *[f"{key}={_plain(value)}" for key, value in event.items()]])
 
 
 def _plain(value: object, *, spaces: bool = False) -> str:
-    if value is None:
-        return "null"
-    if type(value) in _NUMBERS:
-        return repr(value)
+    spelled = _SPELLED.get(type(value))
+    if spelled is not None:
+        return spelled(value)
     text = value if isinstance(value, str) else _encode(value)
     is_plain = text.isprintable() and '"' not in text and (spaces or " " not in text)
     return text if is_plain else _encode(text)
 
 
-_NUMBERS: Final = frozenset({int, float})
+_SPELLED: Final[Mapping[type, Callable[[Any], str]]] = {
+    int: repr,
+    float: repr,
+    bool: {True: "true", False: "false"}.__getitem__,
+    NoneType: {None: "null"}.__getitem__,
+}
 
 
 class _StandardError:
@@ -59,8 +69,6 @@ def configure_logs(form: LogFormat, *, level: int = logging.INFO, stream: TextIO
     """Called once, by the command line. `stream` defaults to standard error."""
     structlog.configure(
         processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             _as_json if form is LogFormat.JSON else _as_text,
         ],
