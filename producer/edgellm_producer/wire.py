@@ -290,21 +290,18 @@ class Reply(_Model):
     reply_ttl_s: int = DEFAULT_REPLY_TTL_S
 
 
-def encode(message: BaseModel) -> bytes:
-    """One message as msgpack; fields that hold their default are left out of jobs, kept in replies."""
-    packed: bytes = msgpack.packb(message.model_dump(mode="python", exclude_none=True, exclude_defaults=False))
+def encode(message: BaseModel, **instead: Any) -> bytes:
+    """One message as msgpack, without the fields that are None; `instead` are values that replace its own."""
+    packed: bytes = msgpack.packb(message.model_dump(exclude_none=True) | instead)
     return packed
 
 
 def nesting(value: object, depth: int = 0) -> int:
     """Levels of maps and lists, counted no further than MAX_NESTING + 1."""
-    if depth > MAX_NESTING:
+    if depth > MAX_NESTING or not isinstance(value, dict | list):
         return depth
-    if isinstance(value, dict):
-        return max((nesting(v, depth + 1) for v in value.values()), default=depth + 1)
-    if isinstance(value, list):
-        return max((nesting(v, depth + 1) for v in value), default=depth + 1)
-    return depth
+    inside = value.values() if isinstance(value, dict) else value
+    return max((nesting(v, depth + 1) for v in inside if isinstance(v, dict | list)), default=depth + 1)
 
 
 def unpack(payload: bytes, *, limit: int = MAX_JOB_BYTES) -> dict[str, Any]:
@@ -315,7 +312,7 @@ def unpack(payload: bytes, *, limit: int = MAX_JOB_BYTES) -> dict[str, Any]:
         value = msgpack.unpackb(payload, raw=False, strict_map_key=False)
     except Exception as error:  # msgpack raises a family of unrelated types
         raise ProtocolError(f"not msgpack: {type(error).__name__}") from error
-    if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
+    if not isinstance(value, dict) or set(map(type, value)) - {str}:
         raise ProtocolError("not a map with string keys")
     if nesting(value) > MAX_NESTING:
         raise ProtocolError(f"nested deeper than {MAX_NESTING} levels")

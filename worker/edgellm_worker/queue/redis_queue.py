@@ -136,7 +136,8 @@ class RedisQueue:
         self._turn = (self._turn + 1) % 6
         self._last_ids = [item.decode() for item in last_ids]
         self._is_drained = len(raw_rows) < count
-        self._waiter.reading(self._last_ids)
+        if self._is_drained:
+            self._waiter.reading(self._last_ids)
         self._num_reclaimed += num_reclaimed
         if reclaims:
             self._reclaimed_at = now
@@ -280,18 +281,17 @@ class RedisQueue:
 
     def _settlement(self, answer: Answer) -> Settlement:
         job = answer.delivery.job
-        reply = answer.reply.model_copy(update={"worker": self.consumer, "reply_ttl_s": job.reply_ttl_s})
         return Settlement(
             lane=answer.delivery.priority,
             entry_id=answer.delivery.entry_id,
             job_id=job.id,
-            status=reply.status,
+            status=answer.reply.status,
             code="",
-            reply=encode(reply),
+            reply=encode(answer.reply, worker=self.consumer, reply_ttl_s=job.reply_ttl_s),
             reply_ttl_ms=job.reply_ttl_s * 1000,
             dead_reason=answer.dead_reason or "",
             envelope=encode(job) if answer.dead_reason else b"",
-            attempts=reply.attempt,
+            attempts=answer.reply.attempt,
         )
 
     async def _refuse(self, settlements: Sequence[Settlement]) -> None:

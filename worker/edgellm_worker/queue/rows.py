@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 from edgellm_producer.errors import JobRejected, ProtocolError
 from edgellm_producer.keys import ID_PATTERN, Priority
@@ -27,8 +27,7 @@ from edgellm_producer.wire import (
 MAX_REPLY_TTL_MS: Final = 7 * 86_400_000
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One entry as the script returns it. `deadline_ms` None: no timeout. `is_known`: its job:<id> exists.
     `newer_seen`: how often it was delayed because it speaks a later version.
     """
@@ -73,8 +72,7 @@ def parse_swept(raw: Sequence[Any]) -> Row:
     return parse_row([lane, entry, job_id, b"", enqueued, attempt, b"0", b"", b"", ttl, 0, 1, b"0"])
 
 
-@dataclass(frozen=True, slots=True)
-class Settlement:
+class Settlement(NamedTuple):
     """One answer as the finish script takes it. An empty `job_id` has no reply: the entry becomes a dead letter
     only. `code` is counted, not sent: the reply holds it already.
     """
@@ -208,4 +206,4 @@ def _validated(row: Row, fields: dict[str, Any], worker: str) -> tuple[Row, Job]
 
 
 def _with_id(row: Row, job_id: str) -> Row:
-    return row if row.id == job_id else replace(row, id=job_id)
+    return row if row.id == job_id else row._replace(id=job_id)
