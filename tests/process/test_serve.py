@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -121,3 +122,19 @@ async def test_readiness_follows_the_drain_and_a_second_signal_hands_the_job_bac
             assert worker.wait() == ExitCode.TERMINATED
             status = await job.status()
         assert (status.state, status.attempt) == (JobState.QUEUED, 0), "free to be taken, no attempt burnt"
+
+
+@pytest.mark.timeout(120)
+async def test_a_terminal_that_is_closed_is_a_drain(default_server, queue_name, tmp_path: Path):
+    """Its log has nowhere to go from then on; the running job is answered all the same, under its first attempt."""
+    master, slave = os.openpty()
+    with ServeProcess(default_server, queue_name, tmp_path, terminal=slave) as worker:
+        os.close(slave)
+        worker.wait_ready()
+        async with Producer(default_server.url, queue=queue_name) as producer:
+            job = await producer.submit("def f(", max_tokens=24, ignore_eos=True)
+            wait_until(lambda: worker.value("slots_busy") == 1, "a running row", 60.0)
+            os.close(master)
+            reply = await job.reply(timeout=60)
+        assert worker.wait() == ExitCode.HUNG_UP
+    assert (reply.status, reply.attempt) == (Status.OK, 1)

@@ -40,9 +40,11 @@ asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])))
 
 
 class ServeProcess:
-    """One `edgellm-worker serve`. Its log is kept; leaving kills what still runs."""
+    """One `edgellm-worker serve`. Its log is kept; leaving kills what still runs. `terminal`, the slave of a pty, takes
+    the log's place and becomes the process's own terminal.
+    """
 
-    def __init__(self, server: RedisServer, queue: str, folder: Path, *flags: str) -> None:
+    def __init__(self, server: RedisServer, queue: str, folder: Path, *flags: str, terminal: int | None = None) -> None:
         self.port = free_port()
         self.log = folder / f"worker-{self.port}.log"
         command = [str(Path(sys.executable).with_name("edgellm-worker")), "serve", "--queue", queue]
@@ -51,7 +53,14 @@ class ServeProcess:
         given = {"--model": str(TINY), "--redis-url": server.url, **dict(zip(flags[::2], flags[1::2], strict=True))}
         command += [word for pair in given.items() for word in pair]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, env=os.environ | ONE_THREAD, stderr=log, stdout=log)
+            output = log if terminal is None else terminal
+            self.process = subprocess.Popen(
+                command if terminal is None else ["setsid", "--ctty", *command],
+                env=os.environ | ONE_THREAD,
+                stdin=terminal,
+                stderr=output,
+                stdout=output,
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from errno import ENOSPC
 
 import pytest
 import structlog
@@ -57,3 +58,19 @@ def test_the_librarys_loggers_join_in(lines):
 def test_a_jobs_line_holds_no_text():
     reply = Reply(id="a", status=Status.OK, text="the secret recipe")
     assert "recipe" not in str(job_event(reply))
+
+
+def test_a_log_that_cannot_be_written_loses_lines_and_nothing_else(lines, monkeypatch):
+    """A full disk, a terminal that was closed."""
+
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(ENOSPC, "No space left on device")
+
+    configure_logs(LogFormat.TEXT)
+    monkeypatch.setattr("sys.stderr", Full())
+    structlog.get_logger().info("lost")
+    monkeypatch.setattr("sys.stderr", lines)
+    structlog.get_logger().info("shown")
+    assert lines.getvalue().endswith("shown\n")
+    assert "lost" not in lines.getvalue()

@@ -50,7 +50,11 @@ from edgellm_worker.tracing import Tracer, tracer_of
 TELEMETRY_INTERVAL_S: Final = 5.0
 CANARY_PROMPT: Final = "def add(a, b):\n"
 CANARY_TOKENS: Final = 16
-_SIGNALS: Final = {signal.SIGTERM: ExitCode.TERMINATED, signal.SIGINT: ExitCode.INTERRUPTED}
+_SIGNALS: Final = {
+    signal.SIGTERM: ExitCode.TERMINATED,
+    signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGHUP: ExitCode.HUNG_UP,
+}
 
 
 class Face:
@@ -171,7 +175,8 @@ class Stop:
     def install(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self.request, number)
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
+                loop.add_signal_handler(number, self.request, number)
 
     def request(self, number: signal.Signals) -> None:
         self.code = _SIGNALS[number]

@@ -33,8 +33,9 @@ class ExitCode(IntEnum):
     OPERATOR = 2
     REDIS = 3
     ENGINE = 4
-    INTERRUPTED = 130  # 128 + SIGINT, after a clean drain
-    TERMINATED = 143  # 128 + SIGTERM, after a clean drain
+    HUNG_UP = 129  # 128 + SIGHUP: its terminal was closed; after a clean drain, as the two below
+    INTERRUPTED = 130  # 128 + SIGINT
+    TERMINATED = 143  # 128 + SIGTERM
 
 
 _EXIT_CODES: Final[tuple[tuple[type[Exception], ExitCode], ...]] = (

@@ -5,6 +5,7 @@ No prompt and no output text is ever logged. Whatever came from outside is quote
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -56,10 +57,14 @@ _SPELLED: Final[Mapping[type, Callable[[Any], str]]] = {
 
 
 class _StandardError:
-    """Standard error as it is at the time of each write: a status line may have taken its place meanwhile."""
+    """Standard error as it is at the time of each write: a status line may have taken its place meanwhile. Where
+    nothing can be written (a full disk, a terminal that was closed) lines are lost, never jobs.
+    """
 
     def write(self, text: str) -> int:
-        return sys.stderr.write(text)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
 
     def flush(self) -> None:
         """It ends every line by itself."""

@@ -6,6 +6,7 @@ Log lines scroll past above it: they are written to `sys.stderr` as it is at tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -69,13 +70,16 @@ class StatusLine:
         if not sys.stderr.isatty():
             yield
             return
-        with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
-            task = asyncio.create_task(self._redraw(live), name="status line")
-            try:
-                yield
-            finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
+        live.start()
+        task = asyncio.create_task(self._redraw(live), name="status line")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            with contextlib.suppress(OSError):  # the terminal may be closed by now
+                live.stop()
 
     async def _redraw(self, live: Live) -> None:
         before = Counts(self.clock(), 0.0, 0.0, 0.0)

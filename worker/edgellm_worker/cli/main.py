@@ -15,7 +15,7 @@ from edgellm_worker.errors import ConfigError, ExitCode, exit_code
 
 _EPILOG = (
     "exit codes: 0 done, 2 operator's mistake, 3 cannot reach Redis, 4 engine or build failure, "
-    "130/143 ended by a signal after a clean drain"
+    "129/130/143 ended by a signal after a clean drain"
 )
 
 

@@ -2,7 +2,8 @@
 
 Commands are read by a thread, so that a full pipe never blocks the parent while a step runs; they are applied between
 steps. The child never outlives its parent: the kernel kills it when the parent dies, and end-of-file on the pipe ends
-it too. It ignores SIGINT and SIGTERM, which service managers send to the whole group: the parent drains, then closes.
+it too. It ignores SIGINT, SIGTERM and SIGHUP, which terminals and service managers send to the whole group: the parent
+drains, then closes.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def prepare_process() -> None:
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 
