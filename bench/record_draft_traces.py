@@ -15,8 +15,11 @@ from dataclasses import replace
 
 from edgellm_worker.engine.api import GenerationRequest, SamplingParams
 from edgellm_worker.engine.runtime import speculative
-from edgellm_worker.engine.runtime.acceptance import Accepted, Verified, accept
+from edgellm_worker.engine.runtime.acceptance import Accepted, accept
+from edgellm_worker.engine.runtime.executor import Int
+from edgellm_worker.engine.runtime.rows import Row
 from edgellm_worker.engine.runtime.sampling import RowSampler
+from edgellm_worker.engine.runtime.scores import RoundScores
 from tests.support.tiny_engine import generate, greedy, script_drafts, short_prompts, tiny_engine
 
 MAX_DRAFTS = 6
@@ -30,15 +33,16 @@ class Recorder:
     def __init__(self) -> None:
         self.traces: dict[RowSampler, list[int]] = {}
 
-    def accept_rows(self, rows: Sequence[Verified]) -> list[Accepted]:
+    def accept_rows(self, rows: Sequence[Row], drafts: Int, scores: RoundScores) -> list[Accepted]:
         outcomes = []
-        for row in rows:
+        for i, row in enumerate(rows):
+            guesses, position = drafts[i].tolist(), row.position + 1
             whole = accept(
-                row.sampler, row.scores, row.drafts, row.position, stop_ids=frozenset(), max_tokens=MAX_DRAFTS + 1
+                row.sampler, scores.row(i), guesses, position, stop_ids=frozenset(), max_tokens=MAX_DRAFTS + 1
             )
-            if row.drafts:
+            if guesses:
                 self.traces.setdefault(row.sampler, []).append(whole.num_accepted)
-            outcomes.append(Accepted(whole.draws[:1], 0))
+            outcomes.append(Accepted(whole.token_ids[:1], 0))
         return outcomes
 
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from edgellm_worker.engine.api import SamplingParams
 from edgellm_worker.engine.runtime.acceptance import Accepted, accept
 from edgellm_worker.engine.runtime.noise import noise_key, uniforms
-from edgellm_worker.engine.runtime.sampling import DenseScores, Draw, RowSampler, Scores
+from edgellm_worker.engine.runtime.sampling import RowSampler
+from edgellm_worker.engine.runtime.scores import DenseScores, Scores
 
 Z_1E_4 = 3.719
 """One-sided normal quantile: the false-alarm rate of one test is 1e-4."""
@@ -85,42 +86,42 @@ def argmax_on_rejection(
 ) -> Accepted:
     """Where the row's own token differs from the draft, the most probable token is emitted instead."""
     right = accept(sampler, scores, drafts, position, **limits)  # type: ignore[arg-type]
-    if len(right.draws) == right.num_accepted or right.num_accepted == len(drafts):
+    if len(right.token_ids) == right.num_accepted or right.num_accepted == len(drafts):
         return right
     best = int(scores[right.num_accepted].logits.argmax())  # type: ignore[union-attr]
-    return Accepted((*right.draws[:-1], Draw(best)), right.num_accepted)
+    return Accepted((*right.token_ids[:-1], best), right.num_accepted)
 
 
 def top_three_accepted(
     sampler: RowSampler, scores: Sequence[Scores], drafts: Sequence[int], position: int, **limits: object
 ) -> Accepted:
     """A draft among the target's three most probable tokens is taken as it is."""
-    emitted = []
+    emitted: list[int] = []
     for score, draft in zip(scores, drafts, strict=False):
         if draft not in np.argsort(-score.logits)[:3]:  # type: ignore[union-attr]
             break
-        emitted.append(Draw(draft))
+        emitted.append(draft)
         if len(emitted) == limits["max_tokens"]:
             return Accepted(tuple(emitted), len(emitted))
     rest = accept(sampler, [scores[len(emitted)]], [], position + len(emitted), stop_ids=frozenset(), max_tokens=1)
-    return Accepted((*emitted, *rest.draws), len(emitted))
+    return Accepted((*emitted, *rest.token_ids), len(emitted))
 
 
 def redrawn_from_everything(
     sampler: RowSampler, scores: Sequence[Scores], drafts: Sequence[int], position: int, **limits: object
 ) -> Accepted:
     """A coin accepts the draft with its probability; on rejection the row draws from its whole distribution."""
-    emitted: list[Draw] = []
+    emitted: list[int] = []
     for i, draft in enumerate(drafts):
         p = filtered(scores[i].logits, sampler._params)[draft]  # type: ignore[union-attr]
         coin = float(uniforms(np.array([noise_key(~sampler._params.seed & (2**64 - 1), position + i)], np.uint64))[0])
         if coin >= p or len(emitted) == limits["max_tokens"]:
             break
-        emitted.append(Draw(draft))
+        emitted.append(draft)
     if len(emitted) == limits["max_tokens"]:
         return Accepted(tuple(emitted), len(emitted))
     rest = accept(sampler, [scores[len(emitted)]], [], position + len(emitted), stop_ids=frozenset(), max_tokens=1)
-    return Accepted((*emitted, *rest.draws), len(emitted))
+    return Accepted((*emitted, *rest.token_ids), len(emitted))
 
 
 MUTANTS: Mapping[str, AcceptRule] = {
@@ -165,7 +166,7 @@ class MarkovModel:
                 drafts.append(sampler.draft(scores, position) if shared else int(scores.logits.argmax()))
             verify = [DenseScores(self.base[token]) for token in (text[-1], *drafts)]
             accepted = rule(sampler, verify, drafts, len(text), stop_ids=frozenset(), max_tokens=4 - len(text))
-            text += [draw.token_id for draw in accepted.draws]
+            text += accepted.token_ids
         return text[1:]
 
 

@@ -14,8 +14,11 @@ import numpy as np
 from edgellm_worker.engine.api import GenerationRequest, SamplingParams
 from edgellm_worker.engine.ops.reference import NumpyOps
 from edgellm_worker.engine.runtime import speculative
-from edgellm_worker.engine.runtime.acceptance import Accepted, Verified
-from edgellm_worker.engine.runtime.sampling import DenseScores, RowSampler
+from edgellm_worker.engine.runtime.acceptance import Accepted
+from edgellm_worker.engine.runtime.executor import Int
+from edgellm_worker.engine.runtime.rows import Row
+from edgellm_worker.engine.runtime.sampling import RowSampler
+from edgellm_worker.engine.runtime.scores import DenseScores, RoundScores
 from edgellm_worker.tokenizer import Tokenizer
 from tests.support.distribution import AcceptRule, ChiSquare, chi_square, filtered
 from tests.support.tiny_engine import CHECKPOINT, generate, logits_of, tiny_engine, tiny_model
@@ -72,9 +75,17 @@ def use_rule(monkeypatch: object, rule: AcceptRule) -> None:
     own tokens and hide the fault.
     """
 
-    def accept_rows(rows: Sequence[Verified]) -> list[Accepted]:
+    def accept_rows(rows: Sequence[Row], drafts: Int, scores: RoundScores) -> list[Accepted]:
         return [
-            rule(r.sampler, r.scores, r.drafts, r.position, stop_ids=r.stop_ids, max_tokens=r.max_tokens) for r in rows
+            rule(
+                row.sampler,
+                scores.row(i),
+                drafts[i].tolist(),
+                row.position + 1,
+                stop_ids=row.request.eos_token_ids,
+                max_tokens=row.num_left,
+            )
+            for i, row in enumerate(rows)
         ]
 
     def draft(_: RowSampler, scores: DenseScores, position: int) -> int:

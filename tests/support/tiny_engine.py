@@ -21,7 +21,7 @@ from edgellm_worker.engine.models.registry import Model, read_model
 from edgellm_worker.engine.ops.api import DeltaPending, KvCache, KvDtype
 from edgellm_worker.engine.ops.reference import NumpyOps
 from edgellm_worker.engine.runtime.draft_length import FixedDraftLength, StepObservation
-from edgellm_worker.engine.runtime.executor import Executor, RoundInput, RoundOutput
+from edgellm_worker.engine.runtime.executor import Executor, RoundInput, RoundOutput, StartedRound
 from edgellm_worker.engine.runtime.reference import reference_engine
 from edgellm_worker.engine.runtime.speculative import SpeculativeEngine
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
@@ -96,7 +96,9 @@ def tiny_engine(
     chunk: int = 128,
     kv_dtype: KvDtype = KvDtype.FLOAT32,
 ) -> SpeculativeEngine:
-    options = EngineOptions(max_batch_size, capacity, capacity, SpeculativeConfig(num_drafts), chunk)
+    options = EngineOptions(
+        max_batch_size, capacity, capacity, SpeculativeConfig(num_drafts), prefill_chunk_tokens=chunk
+    )
     return reference_engine(tiny_model(), options, kv_dtype)
 
 
@@ -146,10 +148,25 @@ class WatchedExecutor:
     def change(self, output: RoundOutput) -> RoundOutput:
         return output
 
-    def run_round(self, batch: RoundInput, num_drafts: int, choosers: Any) -> RoundOutput:
-        output = self.change(self._inner.run_round(batch, num_drafts, choosers))
-        self.rounds.append((batch, output))
-        return output
+    def start_round(self, batch: RoundInput, num_drafts: int, choosers: Any) -> StartedRound:
+        wait = self._inner.start_round(batch, num_drafts, choosers)
+
+        def watched() -> RoundOutput:
+            output = self.change(wait())
+            self.rounds.append((batch, output))
+            return output
+
+        return watched
+
+
+class EagerExecutor(WatchedExecutor):
+    """Runs a round as it is started, as a device does, so that the loop runs ahead of what it reports."""
+
+    runs_ahead = True
+
+    def start_round(self, batch: RoundInput, num_drafts: int, choosers: Any) -> StartedRound:
+        output = super().start_round(batch, num_drafts, choosers)()
+        return lambda: output
 
 
 def watch(engine: SpeculativeEngine, kind: type[WatchedExecutor] = WatchedExecutor) -> WatchedExecutor:

@@ -7,13 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm_worker.engine.api import SamplingParams
+from edgellm_worker.engine.api import GenerationRequest, SamplingParams, TokenLogprobs
 from edgellm_worker.engine.errors import RowError
-from edgellm_worker.engine.runtime.acceptance import Verified, accept, accept_rows
-from edgellm_worker.engine.runtime.sampling import (
+from edgellm_worker.engine.runtime.acceptance import Accepted, accept, accept_rows
+from edgellm_worker.engine.runtime.rows import Row
+from edgellm_worker.engine.runtime.sampling import RowSampler
+from edgellm_worker.engine.runtime.scores import (
+    Candidates,
     CandidateScores,
     DenseScores,
-    RowSampler,
+    RoundScores,
     Scores,
     log_sum_exp,
     top_indices,
@@ -39,7 +42,7 @@ def greedy(
         stop_ids=stop_ids,
         max_tokens=max_tokens,
     )
-    return [draw.token_id for draw in accepted.draws], accepted.num_accepted
+    return list(accepted.token_ids), accepted.num_accepted
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,7 @@ def test_penalties_see_the_tokens_accepted_earlier_in_the_same_step() -> None:
     scores = DenseScores(np.array([3.0, 2.0, 1.5], np.float32))
     sampler = RowSampler(SamplingParams(presence_penalty=2.0), (0,))
     accepted = accept(sampler, [scores] * 3, [0, 1], 0, stop_ids=NO_STOPS, max_tokens=9)
-    assert [draw.token_id for draw in accepted.draws] == [0, 1, 2]
+    assert accepted.token_ids == (0, 1, 2)
     assert accepted.num_accepted == 2
 
 
@@ -102,6 +105,11 @@ def random_scores(rng: np.random.Generator, *, narrow: bool) -> list[Scores]:
         ids = top_indices(logits, 64)
         made.append(CandidateScores(logits[ids], ids, log_sum_exp(logits)) if narrow else DenseScores(logits))
     return made
+
+
+def outcome(sampler: RowSampler, accepted: Accepted) -> list[tuple[int, TokenLogprobs]]:
+    """Tokens with their log-probabilities."""
+    return list(zip(accepted.token_ids, sampler.logprobs(accepted.token_ids, accepted.scores), strict=True))
 
 
 @given(
@@ -123,48 +131,120 @@ def test_text_is_the_same_whatever_is_drafted(
     plain, row = RowSampler(params, (0,)), RowSampler(params, (0,))
     expected, drafted, step = [], [], 0
     while len(expected) < 60:
-        expected += accept(
-            plain, scores[len(expected) :][:1], [], len(expected), stop_ids=NO_STOPS, max_tokens=99
-        ).draws
+        at = len(expected)
+        expected += outcome(plain, accept(plain, scores[at:][:1], [], at, stop_ids=NO_STOPS, max_tokens=99))
     while len(drafted) < 60:
         k, at = lengths[step % len(lengths)], len(drafted)
-        guesses = [d.token_id if rng.random() < 0.7 else int(rng.integers(80)) for d in expected[at : at + k]]
-        drafted += accept(
-            row, scores[at : at + len(guesses) + 1], guesses, at, stop_ids=NO_STOPS, max_tokens=60 - at
-        ).draws
+        guesses = [token if rng.random() < 0.7 else int(rng.integers(80)) for token, _ in expected[at : at + k]]
+        found = accept(row, scores[at : at + len(guesses) + 1], guesses, at, stop_ids=NO_STOPS, max_tokens=60 - at)
+        drafted += outcome(row, found)
         step += 1
     assert drafted == expected
 
 
-def test_rows_of_one_step_taken_together_equal_rows_taken_alone() -> None:
-    """Greedy, sampled with different filters, penalised, dense, and one whose scores are not numbers, in one step."""
-    params = [
-        SamplingParams(),
-        SamplingParams(temperature=0.7, top_k=20, top_p=0.8, seed=1),
-        SamplingParams(temperature=1.3, top_k=64, min_p=0.05, seed=2),
-        SamplingParams(temperature=1.0, top_k=5, seed=3, top_logprobs=3),
-        SamplingParams(temperature=1.0, top_k=5, presence_penalty=1.0, seed=4),
-        SamplingParams(temperature=1.0, seed=5),
-        SamplingParams(temperature=1.0, top_k=5, seed=6),
-    ]
+PARAMS = {
+    "greedy": SamplingParams(top_logprobs=2),
+    "top_k and top_p": SamplingParams(temperature=0.7, top_k=20, top_p=0.8, seed=1),
+    "top_k and min_p": SamplingParams(temperature=1.3, top_k=64, min_p=0.05, seed=2),
+    "log-probabilities": SamplingParams(temperature=1.0, top_k=5, seed=3, top_logprobs=3),
+    "top_p alone": SamplingParams(temperature=0.7, top_p=0.8, seed=4, top_logprobs=64),
+    "top_p alone at 1": SamplingParams(temperature=1.0, top_p=0.5, seed=5),
+    "min_p alone": SamplingParams(temperature=1.3, min_p=0.2, seed=6),
+    "plain": SamplingParams(temperature=1.0, seed=7),
+    "hot top_p": SamplingParams(temperature=1.5, top_p=0.6, seed=8),
+    "wide log-probabilities": SamplingParams(top_logprobs=65),
+    "greedy, presence": SamplingParams(presence_penalty=1.0),
+    "frequency": SamplingParams(temperature=1.0, top_k=5, frequency_penalty=0.7, seed=9, top_logprobs=2),
+    "repetition": SamplingParams(temperature=0.7, top_k=20, top_p=0.9, repetition_penalty=1.4, seed=10),
+    "repetition, top_p alone": SamplingParams(temperature=0.5, top_p=0.7, repetition_penalty=1.4, seed=11),
+    "reward": SamplingParams(temperature=1.0, top_k=5, presence_penalty=-1.0, seed=12),
+    "bias": SamplingParams(temperature=1.0, top_k=5, logit_bias={3: -100.0, 5: -2.0}, seed=13),
+    "forcing bias": SamplingParams(temperature=1.0, top_k=5, logit_bias={3: 100.0}, seed=14),
+}
+
+
+class Step:
+    """Random logits [B, N, V] of one round, as candidates with the logits behind them, and what was read of those."""
+
+    def __init__(self, rng: np.random.Generator, num_rows: int, num_positions: int, scale: float) -> None:
+        self.logits = np.round(rng.normal(0, scale, (num_rows, num_positions, 300)), 1).astype(np.float32)
+        order = np.argsort(-self.logits, axis=-1, kind="stable")[:, :, :64]
+        sums = np.array([[log_sum_exp(x) for x in row] for row in self.logits], np.float32)
+        values = np.take_along_axis(self.logits, order, axis=-1)
+        self.read: set[int] = set()
+        self.scores = RoundScores(Candidates(values, order.astype(np.int32), sums), self.read_logits)
+
+    def read_logits(self, row: int) -> np.ndarray:
+        self.read.add(row)
+        return self.logits[row]
+
+    def poison(self, row: int, position: int) -> None:
+        self.logits[row, position] = np.nan
+        self.scores.candidates.values[row, position] = np.nan  # type: ignore[union-attr]
+
+
+def rows_of(step: int) -> list[Row]:
+    made = []
+    for slot, params in enumerate(PARAMS.values()):
+        row = Row(slot, GenerationRequest((0, 3), 99, params), RowSampler(params, (0, 3)), slot)
+        row.position = step
+        made.append(row)
+    return made
+
+
+def guesses_of(rng: np.random.Generator, params: SamplingParams, logits: np.ndarray, step: int) -> list[int]:
+    """Mostly the row's own tokens, so that long runs are accepted."""
+    sampler, guesses = RowSampler(params, (0, 3)), []
+    for i, position in enumerate(logits[:-1]):
+        guesses.append(sampler.draw(DenseScores(position), step + 1 + i).token_id)
+        sampler.commit(guesses[-1])
+    return [int(rng.integers(300)) if rng.random() < 0.15 else guess for guess in guesses]
+
+
+@pytest.mark.parametrize("scale", [0.7, 2.0, 4.0])
+def test_rows_of_one_step_taken_together_equal_rows_taken_alone_from_all_logits(scale: float) -> None:
+    """From a nearly flat to a peaked distribution: from candidates none of which decides much to ones that decide all."""
     rng = np.random.default_rng(4)
     num_accepted = 0
-    for step in range(40):
-        rows = []
-        for i, p in enumerate(params):
-            sampler = RowSampler(p, (0,))
-            scores = random_scores(rng, narrow=not sampler.needs_dense)[:4]
-            guesses = [
-                int(rng.integers(80)) if rng.random() < 0.3 else sampler.draft(scores[j], step + j) for j in range(3)
-            ]
-            if i == 6:
-                scores[1] = CandidateScores(np.full(64, math.nan, np.float32), scores[1].ids, 0.0)
-                guesses[0] = sampler.draft(scores[0], step)
-            rows.append(Verified(sampler, scores, guesses, step, NO_STOPS, 9))
-        together = accept_rows(rows)
-        assert isinstance(together[6], RowError)
-        for row, p, outcome in zip(rows[:6], params, together, strict=False):
-            alone = accept(RowSampler(p, (0,)), row.scores, row.drafts, step, stop_ids=NO_STOPS, max_tokens=9)
-            assert outcome == alone
+    for step in range(30):
+        made = Step(rng, len(PARAMS), 4, scale)
+        rows = rows_of(step)
+        drafts = np.array(
+            [guesses_of(rng, row.request.sampling, made.logits[row.slot], step) for row in rows], np.int32
+        )
+        for row, found in zip(rows, accept_rows(rows, drafts, made.scores), strict=True):
+            assert isinstance(found, Accepted)
+            sampler = RowSampler(row.request.sampling, (0, 3))
+            dense = [DenseScores(logits) for logits in made.logits[row.slot]]
+            guesses = drafts[row.slot].tolist()
+            alone = accept(sampler, dense, guesses, step + 1, stop_ids=NO_STOPS, max_tokens=99)
+            assert (found.token_ids, found.num_accepted) == (alone.token_ids, alone.num_accepted)
             num_accepted += alone.num_accepted
-    assert num_accepted > 200
+            if sampler.wants_logprobs:
+                own = row.sampler.logprobs(found.token_ids, found.scores)
+                for one, other in zip(own, sampler.logprobs(alone.token_ids, alone.scores), strict=True):
+                    assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+                    assert [i for i, _ in one.top] == [i for i, _ in other.top]
+                    assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-5)
+    assert num_accepted > 600
+
+
+def test_logits_are_read_only_for_rows_that_candidates_cannot_decide() -> None:
+    rng = np.random.default_rng(5)
+    always = {"plain", "hot top_p", "wide log-probabilities", "reward", "forcing bias"}
+    for step in range(10):
+        made, rows = Step(rng, len(PARAMS), 4, 4.0), rows_of(step)
+        accept_rows(rows, np.zeros((len(rows), 3), np.int32), made.scores)
+        assert {list(PARAMS)[row] for row in made.read} == always
+
+
+def test_a_row_whose_scores_are_not_numbers_fails_alone_and_only_when_it_gets_there() -> None:
+    rng = np.random.default_rng(6)
+    for step in range(10):
+        made, rows = Step(rng, len(PARAMS), 2, 3.0), rows_of(step)
+        own = [guesses_of(np.random.default_rng(0), row.request.sampling, made.logits[row.slot], step) for row in rows]
+        drafts = np.array([guess if row.slot % 2 else [299 - guess[0]] for row, guess in zip(rows, own, strict=True)])
+        for row in rows:
+            made.poison(row.slot, 1)
+        for row, guess, outcome in zip(rows, own, accept_rows(rows, drafts, made.scores), strict=True):
+            assert isinstance(outcome, RowError) == (drafts[row.slot, 0] == guess[0])

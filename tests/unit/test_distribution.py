@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from edgellm_worker.engine.api import SamplingParams
-from edgellm_worker.engine.runtime.sampling import DenseScores, RowSampler
+from edgellm_worker.engine.runtime.sampling import RowSampler
+from edgellm_worker.engine.runtime.scores import DenseScores
 from tests.support.distribution import MUTANTS, SETTINGS, MarkovModel, chi_square, filtered, markov_tests, markov_texts
 
 CI_SEEDS = 800

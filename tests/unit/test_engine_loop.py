@@ -13,8 +13,9 @@ from edgellm_worker.engine.errors import CapacityError, EngineError, RequestErro
 from edgellm_worker.engine.ops.api import KvDtype
 from edgellm_worker.engine.ops.reference import NumpyOps
 from edgellm_worker.engine.runtime.executor import RoundOutput, attended_length
-from edgellm_worker.engine.runtime.sampling import DenseScores
+from edgellm_worker.engine.runtime.scores import RoundScores
 from tests.support.tiny_engine import (
+    EagerExecutor,
     WatchedExecutor,
     generate,
     greedy,
@@ -152,8 +153,9 @@ class _PoisonedRow(WatchedExecutor):
     def change(self, output: RoundOutput) -> RoundOutput:
         if len(self.rounds) != 2:
             return output
-        bad = [DenseScores(np.full_like(scores.logits, np.nan)) for scores in output.scores[1]]
-        return replace(output, scores=[output.scores[0], bad, *output.scores[2:]])
+        read = output.scores.read_logits
+        bad = np.full_like(read(1), np.nan)
+        return replace(output, scores=RoundScores(None, lambda row: bad if row == 1 else read(row)))
 
 
 def test_a_row_whose_scores_are_not_numbers_fails_alone():
@@ -172,6 +174,58 @@ def test_a_row_whose_scores_are_not_numbers_fails_alone():
     assert "not numbers" in failed[1]
     assert tuple(tokens[0]) == PROMPTS[0].generated_ids[:30]
     assert tuple(tokens[2]) == PROMPTS[2].generated_ids[:30]
+
+
+def test_where_the_executor_runs_by_itself_the_next_round_is_started_before_the_last_is_reported():
+    engine = tiny_engine(2, 3)
+    watched = watch(engine, EagerExecutor)
+    for row_id in range(2):
+        engine.add(row_id, greedy(PROMPTS[row_id], 40))
+    engine.step()
+    tokens: dict[int, list[int]] = {0: [PROMPTS[0].generated_ids[0]], 1: [PROMPTS[1].generated_ids[0]]}
+    num_rounds = 0
+    while engine.num_rows:
+        report = engine.step()
+        num_rounds += 1
+        assert len(watched.rounds) == num_rounds + bool(engine.num_rows)
+        for update in report.updates:
+            tokens[update.row_id] += update.token_ids
+    assert [tuple(tokens[i]) for i in range(2)] == [PROMPTS[i].generated_ids[:40] for i in range(2)]
+
+
+def test_a_row_removed_while_its_round_is_under_way_is_not_heard_of_again():
+    engine = tiny_engine(3, 3)
+    watched = watch(engine, EagerExecutor)
+    for row_id in range(3):
+        engine.add(row_id, greedy(PROMPTS[row_id], 30))
+    engine.step()
+    engine.step()
+    engine.remove(0)
+    assert engine.num_rows == 2
+    report = engine.step()
+    assert [update.row_id for update in report.updates] == [1, 2]
+    assert report.num_rows == 2
+    engine.remove(1)
+    engine.remove(2)
+    engine.add(3, greedy(PROMPTS[3], 20))
+    num_rounds = len(watched.rounds)
+    assert engine.step().num_prefill_tokens == len(PROMPTS[3].prompt_ids)
+    assert len(watched.rounds) == num_rounds
+    (text,) = ([token for update in engine.step().updates for token in update.token_ids],)
+    assert tuple(text) == PROMPTS[3].generated_ids[1 : 1 + len(text)]
+
+
+def test_a_row_that_joins_during_a_round_is_read_right_after_it():
+    engine = tiny_engine(2, 3)
+    watched = watch(engine, EagerExecutor)
+    engine.add(0, greedy(PROMPTS[0], 60))
+    engine.step()
+    engine.step()
+    engine.add(1, greedy(PROMPTS[1], 8))
+    num_rounds = len(watched.rounds)
+    assert [update.row_id for update in engine.step().updates] == [0]
+    assert len(watched.rounds) == num_rounds
+    assert engine.step().num_prefill_tokens == len(PROMPTS[1].prompt_ids)
 
 
 def test_a_slot_is_clean_after_a_row_that_filled_it_with_nan():

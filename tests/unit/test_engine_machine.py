@@ -11,13 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from edgellm_worker.engine.api import FinishReason, GenerationRequest
 from edgellm_worker.engine.runtime.speculative import SpeculativeEngine
 from tests.support.tiny_engine import (
+    EagerExecutor,
     ScriptedDraftLength,
+    WatchedExecutor,
     greedy,
     sampled,
     script_drafts,
     short_prompts,
     tiny_engine,
     updates_of,
+    watch,
 )
 
 MAX_BATCH = 3
@@ -40,18 +43,20 @@ def solo(index: int) -> tuple[tuple[int, ...], FinishReason | None]:
 
 
 @cache
-def shared() -> tuple[SpeculativeEngine, ScriptedDraftLength]:
+def shared(kind: type[WatchedExecutor]) -> tuple[SpeculativeEngine, ScriptedDraftLength]:
     """One engine for all examples: its slots are reused, dirty, from one to the next."""
     engine = tiny_engine(MAX_BATCH, MAX_DRAFTS, capacity=256, chunk=CHUNK)
+    watch(engine, kind)
     return engine, script_drafts(engine, (MAX_DRAFTS,))
 
 
 class Rows(RuleBasedStateMachine):
+    kind: type[WatchedExecutor] = WatchedExecutor
     next_row_id = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine, self.script = shared()
+        self.engine, self.script = shared(self.kind)
         self.requests: dict[int, int] = {}
         self.tokens: dict[int, list[int]] = {}
 
@@ -107,3 +112,13 @@ Rows.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestRows = Rows.TestCase
+
+
+class RowsAhead(Rows):
+    """The same where the next round runs while the last is reported: joins and leaves fall into rounds under way."""
+
+    kind = EagerExecutor
+
+
+RowsAhead.TestCase.settings = Rows.TestCase.settings
+TestRowsAhead = RowsAhead.TestCase

@@ -17,7 +17,8 @@ from edgellm_worker.engine.load import EngineOptions
 from edgellm_worker.engine.runtime.acceptance import accept
 from edgellm_worker.engine.runtime.grammar import GrammarCompiler, check_grammar
 from edgellm_worker.engine.runtime.reference import reference_engine
-from edgellm_worker.engine.runtime.sampling import DenseScores, RowSampler
+from edgellm_worker.engine.runtime.sampling import RowSampler
+from edgellm_worker.engine.runtime.scores import DenseScores
 from edgellm_worker.engine.runtime.speculative import SpeculativeEngine
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from edgellm_worker.jobs import grammar_of
@@ -112,8 +113,8 @@ def test_sampling_within_the_grammar_is_lossless() -> None:
             sampler = RowSampler(SamplingParams(temperature=1.0, seed=seed), (), compiler.grammar(one))
             drafts = [sampler.draft(DenseScores(head), 7) for _ in range(num_drafts)]
             scores = [DenseScores(logits)] * (num_drafts + 1)
-            first = accept(sampler, scores, drafts, 7, stop_ids=EOS, max_tokens=9).draws[0]
-            counts[digits.index(first.token_id)] += 1
+            first = accept(sampler, scores, drafts, 7, stop_ids=EOS, max_tokens=9).token_ids[0]
+            counts[digits.index(first)] += 1
         assert chi_square(counts, weights / weights.sum() * 1500).passes
 
 
@@ -127,9 +128,8 @@ def test_drafts_follow_the_grammar_and_a_rejected_one_leaves_no_trace() -> None:
     likes_b = np.zeros(VOCABULARY, np.float32)
     likes_b[[a, b]] = [1.0, 2.0]
     accepted = accept(sampler, [DenseScores(likes_b)] * 2, [a], 0, stop_ids=EOS, max_tokens=9)
-    assert [draw.token_id for draw in accepted.draws] == [b]
+    assert accepted.token_ids == (b,)
     assert sampler.draft(DenseScores(likes_b), 1) == a  # after the committed b, not after the drafted a
-    assert sampler.needs_dense
 
 
 def test_eos_is_allowed_only_when_the_text_is_complete() -> None:

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from edgellm_worker.engine.api import SamplingParams
 from edgellm_worker.engine.errors import RequestError, RowError
-from edgellm_worker.engine.runtime.sampling import (
+from edgellm_worker.engine.runtime.sampling import RowSampler, check_params, draw_ahead
+from edgellm_worker.engine.runtime.scores import (
     NUM_CANDIDATES,
+    Candidates,
     CandidateScores,
     DenseScores,
-    RowSampler,
-    check_params,
-    draw_ahead,
     log_sum_exp,
     top_indices,
 )
@@ -28,6 +27,12 @@ def dense(*logits: float) -> DenseScores:
 def candidates(scores: DenseScores, k: int = NUM_CANDIDATES) -> CandidateScores:
     ids = top_indices(scores.logits, min(k, scores.logits.size))
     return CandidateScores(scores.logits[ids], ids.astype(np.int32), log_sum_exp(scores.logits))
+
+
+def block(scores: CandidateScores, num_positions: int) -> Candidates:
+    """One row with the same scores at every position."""
+    values, ids = (np.array([[x] * num_positions]) for x in (scores.values, scores.ids))
+    return Candidates(values, ids, np.full((1, num_positions), scores.log_sum_exp, np.float32))
 
 
 def drawn(scores: DenseScores, num: int = 400, prompt: tuple[int, ...] = (0,), **params: float) -> set[int]:
@@ -57,7 +62,6 @@ def oracle_support(logits: np.ndarray, params: SamplingParams) -> set[int]:
 
 def test_temperature_zero_takes_the_argmax_and_the_lowest_id_of_equals() -> None:
     sampler = RowSampler(SamplingParams(), (0,))
-    assert sampler.is_greedy
     assert sampler.draw(dense(0.0, 3.0, 3.0, 1.0), 0).token_id == 1
     assert sampler.draw(candidates(dense(0.0, 3.0, 3.0, 1.0)), 0).token_id == 1
 
@@ -138,7 +142,7 @@ def test_candidates_give_the_token_and_logprobs_that_all_logits_give(seed: int, 
         assert sampler.draw(scores, t) == sampler.draw(narrow, t)
     if params.temperature:
         alone = [sampler.draw(narrow, t).token_id for t in range(5)]
-        assert draw_ahead([(sampler, [narrow] * 5, 0)]) == [alone]
+        assert draw_ahead([sampler], [0], [[0] * 4], block(narrow, 5)) == [alone]
 
 
 @pytest.mark.parametrize(
@@ -146,8 +150,8 @@ def test_candidates_give_the_token_and_logprobs_that_all_logits_give(seed: int, 
     [
         SamplingParams(temperature=1.0),
         SamplingParams(temperature=1.0, top_k=NUM_CANDIDATES + 1),
-        SamplingParams(temperature=1.0, top_p=0.9),
-        SamplingParams(presence_penalty=0.1),
+        SamplingParams(temperature=1.1, top_p=0.9),
+        SamplingParams(presence_penalty=-0.1),
         SamplingParams(logit_bias={3: 1.0}),
         SamplingParams(top_logprobs=NUM_CANDIDATES + 1),
     ],
@@ -189,12 +193,6 @@ def test_a_draft_from_the_same_scores_is_the_rows_own_token() -> None:
     sampler = RowSampler(SamplingParams(temperature=1.0, top_k=20, seed=8), (0,))
     for t in range(50):
         assert sampler.draft(scores, t) == sampler.draw(scores, t).token_id
-
-
-def test_a_plain_row_can_be_drafted_from_candidates() -> None:
-    sampler = RowSampler(SamplingParams(temperature=1.0, seed=8), (0,))
-    assert sampler.needs_dense
-    assert sampler.draft(candidates(dense(*range(200))), 0) in range(200)
 
 
 # Penalties
@@ -285,7 +283,7 @@ def test_bad_candidates_fail_the_row() -> None:
     sampler = RowSampler(SamplingParams(temperature=1.0, top_k=2), (0,))
     with pytest.raises(RowError):
         sampler.draw(scores, 0)
-    assert draw_ahead([(sampler, [scores], 0)]) == [None]
+    assert draw_ahead([sampler], [0], [[]], block(scores, 1)) == [None]
 
 
 def test_a_forbidden_token_may_have_minus_infinity() -> None:

@@ -23,7 +23,7 @@ from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.ops.api import DeltaPending, KvCache, KvDtype
 from edgellm_worker.engine.ops.graph import Dtype, Graph, Value
 from edgellm_worker.engine.ops.tensorrt import TensorRtOps
-from edgellm_worker.engine.runtime.sampling import NUM_CANDIDATES
+from edgellm_worker.engine.runtime.scores import NUM_CANDIDATES
 
 Reader = Callable[[Weight], Weight]
 

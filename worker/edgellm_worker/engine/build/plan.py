@@ -21,7 +21,7 @@ from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.checkpoint.weights import DenseWeight, Fp8Weight, Nvfp4Weight, Weight
 from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.ops.graph import Graph, Op
-from edgellm_worker.engine.runtime.sampling import NUM_CANDIDATES
+from edgellm_worker.engine.runtime.scores import NUM_CANDIDATES
 
 _LIBRARY_BYTES = 512 << 20
 """The CUDA context, the library and its kernels: seen 0.4 to 0.5 GiB on an H200."""

@@ -13,51 +13,54 @@ The walk also ends at an EOS id and at `max_tokens`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from edgellm_worker.engine.errors import RowError
-from edgellm_worker.engine.runtime.sampling import Draw, RowSampler, Scores, draw_ahead
+from edgellm_worker.engine.runtime.executor import Int
+from edgellm_worker.engine.runtime.rows import Row
+from edgellm_worker.engine.runtime.sampling import RowSampler, draw_ahead
+from edgellm_worker.engine.runtime.scores import Candidates, RoundScores, Scores
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """What one verify gave one row.
 
-    draws         the emitted tokens, at least one, already committed to the sampler
+    token_ids     the emitted tokens, at least one, already committed to the sampler
     num_accepted  how many of them were drafts: the length of the agreeing prefix. A draft behind an EOS or behind
                   max_tokens became no token and is not counted. While the row lives on, the engine folds
                   num_accepted + 1 verify rows into its state (the last committed token and the accepted drafts);
-                  the last draw is always new to the base model unless an accepted draft ended the row
+                  the last token is always new to the base model unless an accepted draft ended the row
+    scores        what they were drawn from, for `RowSampler.logprobs`
     """
 
-    draws: tuple[Draw, ...]
+    token_ids: tuple[int, ...]
     num_accepted: int
+    scores: Candidates | Sequence[Scores] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What a verify pass gave one row: `scores[i]` is for absolute index `position + i`, one more than drafts.
-
-    stop_ids    the row's EOS ids
-    max_tokens  what the row may still emit, at least 1
+def accept_rows(rows: Sequence[Row], drafts: Int, scores: RoundScores) -> list[Accepted | RowError]:
+    """One verify of all rows: drafts [B, K], scores of K + 1 positions. The tokens of all rows are drawn together where
+    they can be, and one by one where a draw must wait for what was committed before it.
     """
-
-    sampler: RowSampler
-    scores: Sequence[Scores]
-    drafts: Sequence[int]
-    position: int
-    stop_ids: frozenset[int]
-    max_tokens: int
-
-
-def accept_rows(rows: Sequence[Verified]) -> list[Accepted | RowError]:
-    """`accept` for every row of a step, with the draws of all rows made together where they can be."""
-    ahead = draw_ahead([(row.sampler, row.scores, row.position) for row in rows])
+    guesses: list[list[int]] = drafts.tolist()
+    ahead: list[list[int] | None] = [None] * len(rows)
+    if scores.candidates is not None:
+        positions = [row.position + 1 for row in rows]
+        ahead = draw_ahead([row.sampler for row in rows], positions, guesses, scores.candidates)
     outcomes: list[Accepted | RowError] = []
-    for row, drawn in zip(rows, ahead, strict=True):
+    for index, (row, drawn) in enumerate(zip(rows, ahead, strict=True)):
+        own: Iterable[int] | None = drawn
+        seen: Candidates | Sequence[Scores] = ()
         try:
-            outcomes.append(_walk(row, drawn))
+            if own is None:
+                seen = scores.row(index)
+                own = row.sampler.draw_each(seen, row.position + 1)
+            elif row.sampler.wants_logprobs and scores.candidates is not None:
+                seen = scores.candidates.row(index)
+            tokens, num_accepted = _walk(row.sampler, own, guesses[index], row.request.eos_token_ids, row.num_left)
+            outcomes.append(Accepted(tokens, num_accepted, seen))
         except RowError as error:
             outcomes.append(error)
     return outcomes
@@ -72,27 +75,33 @@ def accept(
     stop_ids: frozenset[int],
     max_tokens: int,
 ) -> Accepted:
-    """Walk one row's verify positions. With no drafts this is the plain draw of one token.
+    """One row's verify: `scores[i]` is for absolute index `position + i`, one more than drafts. With no drafts this is
+    the plain draw of one token.
+
+    stop_ids    the row's EOS ids
+    max_tokens  what the row may still emit, at least 1
 
     Raises `RowError` when scores are not numbers.
     """
-    return _walk(Verified(sampler, scores, drafts, position, stop_ids, max_tokens), None)
+    if len(scores) != len(drafts) + 1 or max_tokens < 1:
+        raise ValueError(f"{len(scores)} scores for {len(drafts)} drafts, {max_tokens} tokens left")
+    tokens, num_accepted = _walk(sampler, sampler.draw_each(scores, position), drafts, stop_ids, max_tokens)
+    return Accepted(tokens, num_accepted, scores)
 
 
-def _walk(row: Verified, drawn: Sequence[int] | None) -> Accepted:
-    """`drawn`: the row's own tokens, where they are known already."""
-    sampler, drafts = row.sampler, row.drafts
-    if len(row.scores) != len(drafts) + 1 or row.max_tokens < 1:
-        raise ValueError(f"{len(row.scores)} scores for {len(drafts)} drafts, {row.max_tokens} tokens left")
-    draws: list[Draw] = []
+def _walk(
+    sampler: RowSampler, own: Iterable[int], drafts: Sequence[int], stop_ids: frozenset[int], max_tokens: int
+) -> tuple[tuple[int, ...], int]:
+    """The emitted tokens and how many of them were drafts. `own` may draw each token as it is asked for."""
+    tokens: list[int] = []
     num_accepted = 0
-    for i, score in enumerate(row.scores):
-        draw = sampler.draw(score, row.position + i) if drawn is None else sampler.with_logprobs(drawn[i], score)
-        sampler.commit(draw.token_id)
-        draws.append(draw)
-        if i == len(drafts) or draw.token_id != drafts[i]:
+    for i, token_id in enumerate(own):
+        if sampler.has_memory:
+            sampler.commit(token_id)
+        tokens.append(token_id)
+        if i == len(drafts) or token_id != drafts[i]:
             break
         num_accepted += 1
-        if draw.token_id in row.stop_ids or len(draws) == row.max_tokens:
+        if token_id in stop_ids or len(tokens) == max_tokens:
             break
-    return Accepted(tuple(draws), num_accepted)
+    return tuple(tokens), num_accepted

@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm_worker.engine.runtime.sampling import Scores
+from edgellm_worker.engine.runtime.scores import RoundScores, Scores
 
 Int = NDArray[np.int32]
 
@@ -50,24 +50,26 @@ class RoundInput:
     num_pairs  [B], at least 1
     position   [B], p
     commit     [B], 0 .. W
-    dense_rows rows whose scores must be `DenseScores`; candidates will do for the others
     """
 
     pairs: Int
     num_pairs: Int
     position: Int
     commit: Int
-    dense_rows: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOutput:
-    """`drafts` int32 [B, K]; `scores[b]` has K + 1 entries. Seconds spent in the two models."""
+    """`drafts` int32 [B, K]; scores of K + 1 positions. Seconds spent in the two models."""
 
     drafts: Int
-    scores: Sequence[Sequence[Scores]]
+    scores: RoundScores
     draft_s: float
     verify_s: float
+
+
+StartedRound = Callable[[], RoundOutput]
+"""A round under way: called once, it waits and says what the round gave."""
 
 
 class Executor(Protocol):
@@ -83,19 +85,27 @@ class Executor(Protocol):
     def memory_bytes(self) -> Mapping[str, int]:
         """By kind: weights, kv_cache, recurrent_state, pending."""
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a round that was started runs by itself, so that starting it early hides the host's work."""
+
     def clear(self, slot: int) -> None:
         """Forget the slot's row: the next one starts from zeros."""
 
     def swap(self, a: int, b: int) -> None:
         """Exchange the rows of two slots."""
 
-    def prefill(self, slot: int, chunk: PrefillChunk) -> Scores | None:
-        """Run and commit part of a prompt; the scores of the token after it when the prompt ends here."""
+    def prefill(self, slot: int, chunk: PrefillChunk) -> RoundScores | None:
+        """Run and commit part of a prompt; when it ends here the scores of the token after it, of one row's one
+        position. Never while a round is under way.
+        """
 
-    def run_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> RoundOutput:
+    def start_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> StartedRound:
         """Draft `num_drafts` tokens per row (0: none, the head just keeps up), then verify them.
 
-        An executor that drafts on the device may ignore the choosers and take argmax drafts.
+        Every round is waited for before the next piece of work. Until then slots may be cleared, and swapped where the
+        executor runs ahead: the round is of the rows that were there when it was started. An executor that drafts on
+        the device may ignore the choosers and take argmax drafts.
         """
 
     def close(self) -> None: ...

@@ -58,11 +58,16 @@ def position_key(seeded: int, position: int) -> int:
     return _mix((seeded + (position + 1) * _GOLDEN) & _MASK)
 
 
+def position_keys(seeded: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.uint64]:
+    """`position_key` of arrays that broadcast: a key's step over positions is that of a position's over tokens."""
+    return hash_tokens(seeded, positions)
+
+
 def noise_key(seed: int, position: int) -> int:
     return position_key(seed_key(seed), position)
 
 
-def hash_tokens(keys: NDArray[np.uint64], token_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+def hash_tokens(keys: NDArray[np.uint64], token_ids: NDArray[np.integer]) -> NDArray[np.uint64]:
     """The x of every token. `keys` broadcasts against `token_ids`: [1] with [V], or [N, 1] with [N, K]."""
     z = token_ids.astype(np.uint64)
     z *= _GOLDEN_U64
@@ -83,7 +88,7 @@ def uniforms(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
     return np.minimum(u, _LARGEST_U, out=u)
 
 
-def gumbel(keys: NDArray[np.uint64], token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
+def gumbel(keys: NDArray[np.uint64], token_ids: NDArray[np.integer]) -> NDArray[np.float64]:
     """G for every token, shaped as `keys` and `token_ids` broadcast."""
     g = uniforms(hash_tokens(keys, token_ids))
     np.log(g, out=g)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -18,10 +19,11 @@ from edgellm_worker.engine.runtime.executor import (
     PrefillChunk,
     RoundInput,
     RoundOutput,
+    StartedRound,
     attended_length,
 )
 from edgellm_worker.engine.runtime.numpy_state import NumpyState, StateShape
-from edgellm_worker.engine.runtime.sampling import DenseScores, Scores
+from edgellm_worker.engine.runtime.scores import DenseScores, RoundScores
 
 
 class NumpyExecutor:
@@ -46,6 +48,10 @@ class NumpyExecutor:
     def memory_bytes(self) -> Mapping[str, int]:
         return {"weights": self._ops.decoded_bytes, **self._state.memory_bytes}
 
+    @property
+    def runs_ahead(self) -> bool:
+        return False
+
     def clear(self, slot: int) -> None:
         self._state.clear(slot)
 
@@ -55,7 +61,7 @@ class NumpyExecutor:
     def close(self) -> None:
         """Nothing outside the process is held."""
 
-    def prefill(self, slot: int, chunk: PrefillChunk) -> Scores | None:
+    def prefill(self, slot: int, chunk: PrefillChunk) -> RoundScores | None:
         rows = slice(slot, slot + 1)
         start, num_tokens = np.array([chunk.start], np.int32), len(chunk.ids)
         nothing, everything = np.zeros(1, np.int32), np.array([num_tokens], np.int32)
@@ -71,9 +77,13 @@ class NumpyExecutor:
         if chunk.next_id is not None:
             return None
         self._state.hidden[slot, 0] = hidden[0, -1]
-        return DenseScores(self._base.logits(self._ops, hidden[0, -1:])[0])
+        return RoundScores(None, self._base.logits(self._ops, hidden[:, -1:]).__getitem__)
 
-    def run_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> RoundOutput:
+    def start_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> StartedRound:
+        """Nothing runs before it is waited for: there is nobody else to run it."""
+        return partial(self._run_round, batch, num_drafts, choosers)
+
+    def _run_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> RoundOutput:
         began = time.perf_counter()
         drafts = np.zeros((len(choosers), 0), np.int32)
         if self._mtp is not None:
@@ -102,7 +112,7 @@ class NumpyExecutor:
                 drafts[row, step] = choose(DenseScores(logits[row]), position)
         return drafts
 
-    def _verify(self, ids: Int, batch: RoundInput) -> list[list[Scores]]:
+    def _verify(self, ids: Int, batch: RoundInput) -> RoundScores:
         num_rows, num_tokens = ids.shape
         rows = slice(0, num_rows)
         memory = self._state.base(rows, batch.commit, self._attended(batch.position, num_tokens))
@@ -110,8 +120,7 @@ class NumpyExecutor:
         self._state.store_base(rows, after)
         self._state.note_written(rows, batch.position + num_tokens)
         self._state.hidden[rows, :num_tokens] = hidden
-        logits = self._base.logits(self._ops, hidden)
-        return [[DenseScores(position) for position in row] for row in logits]
+        return RoundScores(None, self._base.logits(self._ops, hidden).__getitem__)
 
     def _run_mtp(self, mtp: Mtp, rows: slice, ids: Int, hidden: Array, start: Int) -> Array:
         """The head over some slots' entries; the cache is written in place."""

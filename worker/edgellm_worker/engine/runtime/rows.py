@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from edgellm_worker.engine.api import GenerationRequest
-from edgellm_worker.engine.errors import CapacityError
+from edgellm_worker.engine.errors import CapacityError, RowError
 from edgellm_worker.engine.runtime.sampling import RowSampler
+from edgellm_worker.engine.runtime.scores import Scores
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +23,7 @@ class Row:
 
     num_prefilled  prompt tokens that the model has read
     num_output     committed output tokens
-    position       of the last committed token, once running
+    position       of the last committed token, once running; the prompt's last as it starts
     pairs, commit  as in runtime/executor.py
     """
 
@@ -40,6 +41,13 @@ class Row:
     def num_left(self) -> int:
         """How many tokens it may still emit."""
         return self.request.max_new_tokens - self.num_output
+
+    def draft(self, scores: Scores, position: int) -> int:
+        """The row's own draft. Where the head's scores are not numbers any will do: verification decides."""
+        try:
+            return self.sampler.draft(scores, position)
+        except RowError:
+            return 0
 
     @property
     def num_kv_tokens(self) -> int:
@@ -62,6 +70,10 @@ class RowTable:
     def __contains__(self, row_id: int) -> bool:
         return row_id in self._rows
 
+    def holds(self, row: Row) -> bool:
+        """Whether the row was not removed."""
+        return self._rows.get(row.row_id) is row
+
     @property
     def num_kv_tokens(self) -> int:
         return sum(row.num_kv_tokens for row in self._rows.values())
@@ -77,6 +89,7 @@ class RowTable:
 
     def start(self, row: Row) -> None:
         """The prompt is read: from now on the row takes part in rounds."""
+        row.position = len(row.request.prompt_token_ids) - 1
         self.prefilling.remove(row)
         self._move(row, len(self.running))
         self.running.append(row)

@@ -9,6 +9,10 @@ A step is one of two things.
 While both have work they alternate, so a long prompt never stops rows that run. The draft length is chosen anew for
 each round, and every round folds what the one before committed, so it may be anything from 0 to the most reserved.
 
+Where the executor runs by itself, the next round is started as soon as the tokens of the last are known, and the
+report is made while it runs. What is asked in between acts as it always does: a row that was removed is gone, and what
+its part of the round under way gives is dropped; a row that was added is read when that round is done.
+
 Rows are independent: each has its own sampler, its noise depends on its seed and positions alone, and one whose scores
 are not numbers fails by itself.
 """
@@ -18,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -31,13 +36,16 @@ from edgellm_worker.engine.api import (
     StepReport,
 )
 from edgellm_worker.engine.errors import EngineError, RequestError, RowError
-from edgellm_worker.engine.runtime.acceptance import Accepted, Verified, accept_rows
+from edgellm_worker.engine.runtime.acceptance import Accepted, accept_rows
 from edgellm_worker.engine.runtime.draft_length import DraftLength, StepObservation
-from edgellm_worker.engine.runtime.executor import DraftChooser, Executor, PrefillChunk, RoundInput, RoundOutput
+from edgellm_worker.engine.runtime.executor import Executor, PrefillChunk, RoundInput, RoundOutput, StartedRound
 from edgellm_worker.engine.runtime.grammar import GrammarCompiler
 from edgellm_worker.engine.runtime.rows import Row, RowTable
 from edgellm_worker.engine.runtime.rules import SpeculativeRules
-from edgellm_worker.engine.runtime.sampling import Draw, RowSampler, Scores
+from edgellm_worker.engine.runtime.sampling import RowSampler
+from edgellm_worker.engine.runtime.scores import RoundScores
+
+_NO_DRAFTS: Final = np.zeros((1, 0), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,15 @@ class SpeculativeOptions:
     grammars: GrammarCompiler | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A round under way: of these rows, in the order of their slots when it was started."""
+
+    rows: tuple[Row, ...]
+    num_drafts: int
+    wait: StartedRound
+
+
 class SpeculativeEngine:
     """`Engine` over an `Executor`, which it owns and closes."""
 
@@ -60,6 +77,7 @@ class SpeculativeEngine:
         self._rules = SpeculativeRules(options.limits)
         self._rows = RowTable(executor.num_slots, executor.swap)
         self._is_prefill_turn = True
+        self._under_way: _Round | None = None
 
     @property
     def limits(self) -> EngineLimits:
@@ -98,7 +116,11 @@ class SpeculativeEngine:
 
     def step(self) -> StepReport:
         rows = self._rows
-        if rows.prefilling and (self._is_prefill_turn or not rows.running):
+        if self._under_way is not None and not rows.running:
+            dropped, self._under_way = self._under_way, None  # all its rows were removed
+            dropped.wait()
+        is_prefill = rows.prefilling and (self._is_prefill_turn or not rows.running)
+        if is_prefill and self._under_way is None:
             self._is_prefill_turn = False
             return self._prefill_step()
         self._is_prefill_turn = True
@@ -125,98 +147,72 @@ class SpeculativeEngine:
         num_tokens = self._options.prefill_chunk_tokens - left
         return self._report(updates, num_rows, phase_s, num_prefill_tokens=num_tokens)
 
-    def _first_token(self, row: Row, scores: Scores) -> RowUpdate:
-        num_prompt = len(row.request.prompt_token_ids)
+    def _first_token(self, row: Row, scores: RoundScores) -> RowUpdate:
         self._rows.start(row)
-        (accepted,) = accept_rows([_verified(row, (scores,), ())])
-        if isinstance(accepted, RowError):
-            return self._fail(row, accepted, is_verify=False)
-        row.position, row.pairs, row.commit = num_prompt, (accepted.draws[0].token_id,), 0
-        row.num_output = 1
-        return self._commit(row, accepted.draws, is_verify=False)
+        (accepted,) = accept_rows([row], _NO_DRAFTS, scores)
+        reason = self._settle(row, accepted)
+        row.commit = 0
+        return _update(row, accepted, reason, is_verify=False)
 
     # --- rounds ---
 
     def _round_step(self) -> StepReport:
-        running = tuple(self._rows.running)
-        if not running:
+        current, self._under_way = self._under_way or self._start_round(), None
+        if current is None:
             return self._report([], 0, {})
-        num_drafts = self._options.draft_length.choose(len(running)) if self._executor.can_draft else 0
-        output = self._run(running, num_drafts)
+        output = current.wait()
         began = time.perf_counter()
-        drafts = output.drafts.tolist()
-        verified = [_verified(*given) for given in zip(running, output.scores, drafts, strict=True)]
-        accepted = accept_rows(verified)
-        updates = [self._settle(row, given, num_drafts) for row, given in zip(running, accepted, strict=True)]
+        accepted = accept_rows(current.rows, output.drafts, output.scores)
+        settled = [
+            (row, a, self._settle(row, a))
+            for row, a in zip(current.rows, accepted, strict=True)
+            if self._rows.holds(row)
+        ]
         sample_s = time.perf_counter() - began
-        self._options.draft_length.observe(_observation(updates, num_drafts, output, sample_s))
+        self._options.draft_length.observe(_observation(accepted, current.num_drafts, output, sample_s))
+        if self._executor.runs_ahead and not self._rows.prefilling:
+            self._under_way = self._start_round()
+        updates = [_update(*row, num_drafted=current.num_drafts) for row in settled]
         phase_s = {Phase.DRAFT: output.draft_s, Phase.VERIFY: output.verify_s, Phase.SAMPLE: sample_s}
-        num_rows = len(running) + len(self._rows.prefilling)
-        return self._report(updates, num_rows, phase_s, num_speculative_tokens=num_drafts)
+        num_rows = len(settled) + len(self._rows.prefilling)
+        return self._report(updates, num_rows, phase_s, num_speculative_tokens=current.num_drafts)
 
-    def _run(self, running: tuple[Row, ...], num_drafts: int) -> RoundOutput:
+    def _start_round(self) -> _Round | None:
+        """Of every running row; None when there is none."""
+        rows = tuple(self._rows.running)
+        if not rows:
+            return None
         most = self._options.limits.num_speculative_tokens
+        num_drafts = self._options.draft_length.choose(len(rows)) if self._executor.can_draft else 0
         if not 0 <= num_drafts <= most:
             raise EngineError(f"a draft length of {num_drafts} was chosen; memory is reserved for {most}")
-        width = max(len(row.pairs) for row in running)
-        batch = RoundInput(
-            pairs=np.array([row.pairs + (0,) * (width - len(row.pairs)) for row in running], np.int32),
-            num_pairs=np.array([len(row.pairs) for row in running], np.int32),
-            position=np.array([row.position for row in running], np.int32),
-            commit=np.array([row.commit for row in running], np.int32),
-            dense_rows=frozenset(i for i, row in enumerate(running) if row.sampler.needs_dense),
+        return _Round(
+            rows, num_drafts, self._executor.start_round(_round_input(rows), num_drafts, [row.draft for row in rows])
         )
-        return self._executor.run_round(batch, num_drafts, [_chooser(row) for row in running])
 
-    def _settle(self, row: Row, accepted: Accepted | RowError, num_drafted: int) -> RowUpdate:
-        """Note what the next round has to fold and to show the draft head."""
-        if isinstance(accepted, RowError):
-            return self._fail(row, accepted, num_drafted=num_drafted)
-        num_new = len(accepted.draws)
-        row.pairs = tuple(draw.token_id for draw in accepted.draws)
-        row.position += num_new
-        row.commit = num_new
-        row.num_output += num_new
-        return self._commit(row, accepted.draws, num_drafted=num_drafted, num_accepted=accepted.num_accepted)
+    def _settle(self, row: Row, accepted: Accepted | RowError) -> FinishReason | None:
+        """Note what the next round has to fold and to show the draft head; a finished row is gone.
 
-    # --- reports ---
-
-    def _commit(
-        self,
-        row: Row,
-        draws: tuple[Draw, ...],
-        *,
-        num_drafted: int = 0,
-        num_accepted: int = 0,
-        is_verify: bool = True,
-    ) -> RowUpdate:
-        """The row's update; a finished row is gone with it. EOS wins over the length when both come at once."""
+        EOS wins over the length when both come at once.
+        """
         reason = None
-        if draws[-1].token_id in row.request.eos_token_ids:
-            reason = FinishReason.STOP
-        elif not row.num_left:
-            reason = FinishReason.LENGTH
+        if isinstance(accepted, RowError):
+            reason = FinishReason.ERROR
+        else:
+            num_new = len(accepted.token_ids)
+            row.pairs = accepted.token_ids
+            row.position += num_new
+            row.commit = num_new
+            row.num_output += num_new
+            if accepted.token_ids[-1] in row.request.eos_token_ids:
+                reason = FinishReason.STOP
+            elif not row.num_left:
+                reason = FinishReason.LENGTH
         if reason is not None:
             self._rows.remove(row.row_id)
-        return RowUpdate(
-            row_id=row.row_id,
-            token_ids=tuple(draw.token_id for draw in draws),
-            logprobs=tuple(draw.logprobs for draw in draws if draw.logprobs is not None),
-            finish_reason=reason,
-            num_drafted=num_drafted,
-            num_accepted=num_accepted,
-            is_verify=is_verify,
-        )
+        return reason
 
-    def _fail(self, row: Row, error: RowError, *, num_drafted: int = 0, is_verify: bool = True) -> RowUpdate:
-        self._rows.remove(row.row_id)
-        return RowUpdate(
-            row_id=row.row_id,
-            finish_reason=FinishReason.ERROR,
-            num_drafted=num_drafted,
-            is_verify=is_verify,
-            error=str(error),
-        )
+    # --- reports ---
 
     def _report(
         self,
@@ -245,30 +241,47 @@ def _next_chunk(row: Row, most: int) -> PrefillChunk:
     return PrefillChunk(ids, row.num_prefilled, prompt[end] if end < len(prompt) else None)
 
 
-def _chooser(row: Row) -> DraftChooser:
-    """The row's own drafts. Where the head's scores are not numbers any draft will do: verification decides."""
-
-    def choose(scores: Scores, position: int) -> int:
-        try:
-            return row.sampler.draft(scores, position)
-        except RowError:
-            return 0
-
-    return choose
+def _round_input(rows: Sequence[Row]) -> RoundInput:
+    """One array is made of Python numbers, the parts are its columns: pairs behind num_pairs, position and commit."""
+    width = max(len(row.pairs) for row in rows)
+    padding = (0,) * width
+    block = np.array(
+        [(len(row.pairs), row.position, row.commit, *row.pairs, *padding[len(row.pairs) :]) for row in rows], np.int32
+    )
+    return RoundInput(pairs=block[:, 3:], num_pairs=block[:, 0], position=block[:, 1], commit=block[:, 2])
 
 
-def _verified(row: Row, scores: Sequence[Scores], drafts: Sequence[int]) -> Verified:
-    first = len(row.request.prompt_token_ids) + row.num_output
-    return Verified(row.sampler, scores, drafts, first, row.request.eos_token_ids, row.num_left)
+def _update(
+    row: Row,
+    accepted: Accepted | RowError,
+    reason: FinishReason | None,
+    *,
+    num_drafted: int = 0,
+    is_verify: bool = True,
+) -> RowUpdate:
+    if isinstance(accepted, RowError):
+        return RowUpdate(
+            row.row_id, finish_reason=reason, num_drafted=num_drafted, is_verify=is_verify, error=str(accepted)
+        )
+    sampler, tokens = row.sampler, accepted.token_ids
+    return RowUpdate(
+        row_id=row.row_id,
+        token_ids=tokens,
+        logprobs=sampler.logprobs(tokens, accepted.scores) if sampler.wants_logprobs else (),
+        finish_reason=reason,
+        num_drafted=num_drafted,
+        num_accepted=accepted.num_accepted if is_verify else 0,
+        is_verify=is_verify,
+    )
 
 
 def _observation(
-    updates: Sequence[RowUpdate], num_drafts: int, output: RoundOutput, sample_s: float
+    accepted: Sequence[Accepted | RowError], num_drafts: int, output: RoundOutput, sample_s: float
 ) -> StepObservation:
     return StepObservation(
-        num_rows=len(updates),
+        num_rows=len(accepted),
         num_speculative_tokens=num_drafts,
-        num_drafted=tuple(update.num_drafted for update in updates),
-        num_accepted=tuple(update.num_accepted for update in updates),
+        num_drafted=(num_drafts,) * len(accepted),
+        num_accepted=tuple([0 if isinstance(a, RowError) else a.num_accepted for a in accepted]),
         step_s=output.draft_s + output.verify_s + sample_s,
     )

@@ -31,11 +31,18 @@ from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.ops.graph import Graph, Lowering
 from edgellm_worker.engine.runtime.cuda import Cuda
 from edgellm_worker.engine.runtime.cuda import Graph as CudaGraph
-from edgellm_worker.engine.runtime.executor import DraftChooser, Int, PrefillChunk, RoundInput, RoundOutput
-from edgellm_worker.engine.runtime.sampling import NUM_CANDIDATES, CandidateScores, DenseScores, Scores
+from edgellm_worker.engine.runtime.executor import (
+    DraftChooser,
+    PrefillChunk,
+    RoundInput,
+    RoundOutput,
+    StartedRound,
+)
+from edgellm_worker.engine.runtime.scores import NUM_CANDIDATES, Candidates, RoundScores, Scores
 from edgellm_worker.engine.runtime.tensorrt_block import Block
 from edgellm_worker.engine.runtime.tensorrt_kernels import Binding, Control, Kernels, Mode
-from edgellm_worker.engine.runtime.tensorrt_program import Bindings, Engines, Parts, Program, lay_out
+from edgellm_worker.engine.runtime.tensorrt_layout import lay_out
+from edgellm_worker.engine.runtime.tensorrt_program import Bindings, Engines, Parts, Program
 from edgellm_worker.engine.runtime.tensorrt_weights import WeightStore
 
 _log = logging.getLogger(__name__)
@@ -95,6 +102,10 @@ class TensorRtExecutor:
         return self._model.mtp is not None
 
     @property
+    def runs_ahead(self) -> bool:
+        return True
+
+    @property
     def memory_bytes(self) -> Mapping[str, int]:
         sizes = {"weights": self._parts.weights.num_bytes, "kv_cache": 0, "recurrent_state": 0, "pending": 0}
         for name, num_bytes in self._state_bytes.items():
@@ -136,7 +147,7 @@ class TensorRtExecutor:
 
     # --- prefill ---
 
-    def prefill(self, slot: int, chunk: PrefillChunk) -> Scores | None:
+    def prefill(self, slot: int, chunk: PrefillChunk) -> RoundScores | None:
         """Long pieces go in parts of at most `prefill_chunk`."""
         most, scores = self._options.prefill_chunk, None
         for begin in range(0, len(chunk.ids), most):
@@ -146,7 +157,7 @@ class TensorRtExecutor:
             scores = self._prefill_part(slot, PrefillChunk(ids, chunk.start + begin, next_id))
         return scores
 
-    def _prefill_part(self, slot: int, chunk: PrefillChunk) -> Scores | None:
+    def _prefill_part(self, slot: int, chunk: PrefillChunk) -> RoundScores | None:
         count = len(chunk.ids)
         size = next(size for size in self._prefill_sizes() if size >= count)
         self._block.fill_prefill(self._slots[slot], chunk)
@@ -156,7 +167,8 @@ class TensorRtExecutor:
         self._cuda.synchronize()
         if chunk.next_id is not None:
             return None
-        return DenseScores(self._outputs.prefill_logits.astype(np.float32))
+        logits = self._outputs.prefill_logits.astype(np.float32)[None]
+        return RoundScores(None, lambda _row: logits)
 
     def _prefill_sizes(self) -> list[int]:
         most = self._options.prefill_chunk
@@ -186,6 +198,9 @@ class TensorRtExecutor:
     # --- rounds ---
 
     def run_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> RoundOutput:
+        return self.start_round(batch, num_drafts, choosers)()
+
+    def start_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> StartedRound:
         began = time.perf_counter()
         num_rows = len(choosers)
         physical = self._slots[:num_rows]
@@ -196,9 +211,12 @@ class TensorRtExecutor:
         self._rounds[key].run()
         for slot in physical:
             self._parity[slot] ^= 1
-        self._cuda.synchronize()
-        drafts, scores = self._outputs.read_round(num_rows, num_drafts, batch.dense_rows)
-        return RoundOutput(drafts, scores, 0.0, time.perf_counter() - began)
+
+        def finish() -> RoundOutput:
+            self._cuda.synchronize()
+            return self._outputs.read_round(num_rows, num_drafts, began)
+
+        return finish
 
     def _make_round(self, num_rows: int, num_drafts: int) -> _Pass:
         block, outputs, record = self._block, self._outputs, self._recorder
@@ -336,21 +354,20 @@ class _Outputs:
         self._cuda.download_async(self._scores, self._host_scores[: count * (2 * self._candidates + 1)])
         self._cuda.download_async(ids, self._host_ids[:count])
 
-    def read_round(self, num_rows: int, num_drafts: int, dense_rows: frozenset[int]) -> tuple[Int, list[list[Scores]]]:
+    def read_round(self, num_rows: int, num_drafts: int, began: float) -> RoundOutput:
         """Copies: the page-locked arrays are overwritten by the next round."""
         width, k = num_drafts + 1, self._candidates
         count = num_rows * width
         flat = self._host_scores[: count * (2 * k + 1)].copy()
         values = flat[: count * k].view(np.float32).reshape(num_rows, width, k)
         ids = flat[count * k : 2 * count * k].reshape(num_rows, width, k)
-        sums = flat[2 * count * k :].view(np.float32).reshape(num_rows, width).tolist()
-        scores: list[list[Scores]] = [
-            [CandidateScores(values[row, i], ids[row, i], sums[row][i]) for i in range(width)]
-            for row in range(num_rows)
-        ]
-        for row in dense_rows:
+        sums = flat[2 * count * k :].view(np.float32).reshape(num_rows, width)
+
+        def read_logits(row: int) -> Array:
             size = width * self._vocab
             logits = self._cuda.download(self._logits + 2 * row * size, (width, self._vocab), np.float16)
-            scores[row] = [DenseScores(position) for position in logits.astype(np.float32)]
+            return logits.astype(np.float32)
+
         drafts = self._host_ids[:count].reshape(num_rows, width)[:, 1:].copy()
-        return drafts, scores
+        scores = RoundScores(Candidates(values, ids, sums), read_logits)
+        return RoundOutput(drafts, scores, 0.0, time.perf_counter() - began)

@@ -1,0 +1,104 @@
+"""What a model says about the next token, as samplers take it.
+
+One position comes in two forms that give the same token: all logits, or the best candidates with the log-sum-exp of
+all. A verify pass gives N positions for each of B rows at once, as arrays, so that a step of plain rows makes no object
+for a position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUM_CANDIDATES: Final = 64
+"""How many candidates per position an engine hands over: enough for every top_k up to it and for top_logprobs."""
+
+Logits = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseScores:
+    """All logits of one position: float32 [V]."""
+
+    logits: Logits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CandidateScores:
+    """The min(NUM_CANDIDATES, V) or more best logits of one position, falling, equal ones by rising id: [K] and [K].
+
+    `log_sum_exp` is over the whole vocabulary. `read_dense` fetches all logits, for draws that the candidates cannot
+    decide; None where they cannot be had.
+    """
+
+    values: Logits
+    ids: NDArray[np.integer]
+    log_sum_exp: float
+    read_dense: Callable[[], DenseScores] | None = None
+
+
+Scores = DenseScores | CandidateScores
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Candidates of many positions, each as in `CandidateScores`: values and ids [.., K], log_sum_exp [..]."""
+
+    values: Logits
+    ids: NDArray[np.integer]
+    log_sum_exp: NDArray[np.floating]
+
+    def row(self, row: int) -> Candidates:
+        return Candidates(self.values[row], self.ids[row], self.log_sum_exp[row])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundScores:
+    """The scores of N positions of B rows.
+
+    candidates   [B, N, K], the caller's own; None when all logits are at hand anyway
+    read_logits  row -> float32 [N, V]; may be asked until the executor is given its next work
+    """
+
+    candidates: Candidates | None
+    read_logits: Callable[[int], Logits]
+
+    def row(self, row: int) -> list[Scores]:
+        """One row's positions, one by one. The logits behind its candidates are read at most once."""
+        if self.candidates is None:
+            return [DenseScores(logits) for logits in self.read_logits(row)]
+
+        @cache
+        def logits() -> Logits:
+            return self.read_logits(row)
+
+        def dense(position: int) -> Callable[[], DenseScores]:
+            return lambda: DenseScores(logits()[position])
+
+        found = self.candidates.row(row)
+        sums = found.log_sum_exp.tolist()
+        return [CandidateScores(found.values[i], found.ids[i], sums[i], dense(i)) for i in range(len(sums))]
+
+
+def top_indices(values: NDArray[np.floating], k: int) -> NDArray[np.int64]:
+    """Indices of the k largest of values [V], falling, equal ones by rising index."""
+    if k < values.size:
+        threshold = np.partition(values, values.size - k)[values.size - k]
+        above = np.flatnonzero(values > threshold)
+        level = np.flatnonzero(values == threshold)[: k - above.size]
+        chosen = np.sort(np.concatenate((above, level)))
+    else:
+        chosen = np.arange(values.size)
+    return chosen[np.argsort(-values[chosen], kind="stable")]
+
+
+def log_sum_exp(logits: NDArray[np.floating]) -> float:
+    """The log-sum-exp of logits [V], in float64."""
+    top = float(logits.max())
+    return top + math.log(float(np.exp(logits - top, dtype=np.float64).sum()))
