@@ -90,6 +90,10 @@ class Keys:
         return f"{self.prefix}checks"
 
     @property
+    def lease(self) -> str:
+        return f"{self.prefix}lease"
+
+    @property
     def dead(self) -> str:
         return f"{self.prefix}dead"
 

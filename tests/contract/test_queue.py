@@ -12,7 +12,7 @@ from edgellm_producer.keys import GROUP
 from edgellm_producer.wire import encode
 from edgellm_worker.queue.api import Answer, BeginOutcome
 from edgellm_worker.queue.errors import ModelMismatch
-from tests.support.queue_rig import HIGH, LOW, NORMAL, Rig, ids, ok, until
+from tests.support.queue_rig import HIGH, LOW, NORMAL, Rig, ids, ok, renewed, until
 
 
 async def test_a_job_runs_once_and_leaves_only_its_answer(rig: Rig) -> None:
@@ -338,6 +338,21 @@ async def test_forgotten_deliveries_are_renewed_no_more(rig: Rig) -> None:
             await second.wait(0.05)
     assert ids(taken) == [dropped.id]
     assert kept.id in ids(deliveries)
+
+
+async def test_a_short_lease_takes_nothing_that_a_long_one_renews(rig: Rig) -> None:
+    """Two workers of one queue whose leases differ: nobody takes over before the longer one is over."""
+    first, second = await rig.worker("w1", lease_s=60.0), await rig.worker("w2", lease_s=0.05)
+    await rig.submit()
+    (delivery,) = await first.take(1)
+    rig.admin.xclaim(rig.keys.lane(NORMAL), GROUP, "w1", 0, [delivery.entry_id], idle=59_000, justid=True)
+    assert await second.take(1) == []
+    rig.admin.xclaim(rig.keys.lane(NORMAL), GROUP, "w1", 0, [delivery.entry_id], idle=61_000, justid=True)
+    assert ids(await second.take(1)) == [delivery.id]
+    rig.admin.delete(rig.keys.lease)
+    await renewed(second)
+    assert rig.admin.get(rig.keys.lease) == "50", "the long one is gone"
+    assert 0 < rig.admin.pttl(rig.keys.lease) <= 100
 
 
 async def test_a_ghost_is_acknowledged_and_stops_nothing(rig: Rig) -> None:

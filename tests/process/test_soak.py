@@ -28,7 +28,7 @@ from tests.support.redis_server import RedisServer
 
 LOG = os.environ.get("EDGELLM_SOAK_LOG")
 TOKENS = 4
-EXPECTED_KINDS = {"done", "reply", "dedup", "jobs", "worker", "dead"}
+EXPECTED_KINDS = {"done", "reply", "dedup", "jobs", "worker", "lease", "dead"}
 
 
 def megabytes(pid: int) -> float:
@@ -96,7 +96,7 @@ def check_keys(server: RedisServer, queue: str) -> None:
             name = raw.decode()
             kind = re.split(r"[:]", name.removeprefix(keys.prefix))[0]
             kinds[kind] += 1
-            if kind in {"done", "reply", "dedup", "worker"}:
+            if kind in {"done", "reply", "dedup", "worker", "lease"}:
                 assert client.pttl(raw) > 0, f"{name} would stay for ever"
         assert set(kinds) <= EXPECTED_KINDS, kinds
     note("keys: " + ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())))

@@ -60,7 +60,7 @@ class Rig:
     def other_keys(self) -> set[str]:
         """Everything that is left of the queue, less what is documented to stay."""
         left = set(self.admin.scan_iter(self.keys.prefix + "*", count=1000))
-        stays = {*self.keys.lanes, self.keys.dead, self.keys.config}
+        stays = {*self.keys.lanes, self.keys.dead, self.keys.config, self.keys.lease}
         return {
             k
             for k in left - stays

@@ -125,6 +125,7 @@ def current() -> dict[str, Any]:
             "delayed": keys.delayed,
             "deadlines": keys.deadlines,
             "checks": keys.checks,
+            "lease": keys.lease,
             "dead": keys.dead,
             "config": keys.config,
             "events": keys.events,

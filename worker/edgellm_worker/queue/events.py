@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from redis.asyncio import Redis
@@ -12,6 +13,8 @@ from edgellm_producer.connect import Dialer
 from edgellm_producer.keys import Keys
 from edgellm_worker.queue.config import QueueConfig
 from edgellm_worker.queue.link import link_options
+
+logger = logging.getLogger(__name__)
 
 
 class EventListener:
@@ -27,6 +30,7 @@ class EventListener:
         self._dialer = Dialer(config.url, options, config.command_timeout_s)
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+        self._was_deaf = False
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._listen())
@@ -35,13 +39,17 @@ class EventListener:
         while not self._closing:
             try:
                 await self._subscribed()
-            except (RedisError, OSError):
+            except (RedisError, OSError) as error:
+                if not self._was_deaf:
+                    logger.warning("cancellations are heard a second late: %s", error)
+                self._was_deaf = True
                 await asyncio.sleep(self.BACK_OFF_S)
 
     async def _subscribed(self) -> None:
         client = Redis(connection_pool=await self._dialer.pool())
         async with client.pubsub(ignore_subscribe_messages=True) as pubsub:
             await pubsub.subscribe(self._channel)
+            self._was_deaf = False
             while not self._closing:
                 message = await pubsub.get_message(timeout=self.POLL_S)
                 if message is not None:

@@ -34,7 +34,7 @@ def mapped_errors() -> Iterator[None]:
     try:
         yield
     except (RedisError, OSError) as error:
-        raise QueueUnavailable(f"{type(error).__name__}: {error}") from error
+        raise QueueUnavailable(f"{type(error).__name__}: {str(error) or 'no answer in time'}") from error
 
 
 class Link:

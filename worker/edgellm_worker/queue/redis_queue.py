@@ -26,6 +26,7 @@ from edgellm_worker.queue.events import EventListener
 from edgellm_worker.queue.held import Entry, HeldTable, ReplyClock
 from edgellm_worker.queue.lease import LeaseKeeper
 from edgellm_worker.queue.link import Link, Waiter, link_options
+from edgellm_worker.queue.preflight import explained_errors, inspect_server
 from edgellm_worker.queue.rows import (
     Newer,
     Row,
@@ -93,22 +94,17 @@ class RedisQueue:
         )
 
     async def open(self) -> None:
-        """Raises `ModelMismatch` beside a live worker of another model."""
-        await self._warn_about_server()
+        """Raises `ModelMismatch` beside a live worker of another model, `QueueMisconfigured` without the rights."""
         models = ",".join(self._config.served_models)
-        reply = await self._link.run("register", [self.consumer, self._config.liveness_ms, models])
+        with explained_errors(self._config):
+            await inspect_server(self._link, self._config)
+            reply = await self._link.run("register", [self.consumer, self._config.liveness_ms, models])
         if reply[0] != b"ok":
             raise ModelMismatch(reply[1].decode(), reply[2].decode(), models)
         self._loop = asyncio.get_running_loop()
         self._keeper.start()
         self._listener.start()
         self._is_open = True
-
-    async def _warn_about_server(self) -> None:
-        memory = await self._link.info("memory")
-        policy = memory.get("maxmemory_policy", "unknown")
-        if policy != "noeviction":
-            logger.warning("maxmemory-policy is %s: Redis may drop accepted jobs; set it to noeviction", policy)
 
     # Reading
 

@@ -13,6 +13,7 @@ NAMES: Final = (
     "append",
     "begin",
     "finish",
+    "probe",
     "register",
     "release",
     "renew",

@@ -17,6 +17,16 @@ end
 
 local function entry_ms(entry) return string.match(entry, '^(%d+)') end
 
+-- A worker says that it lives, for two of its leases. Workers may have leases of different length: nobody takes over
+-- before the longest of them, or a short one would take what a long one is about to renew.
+local function announce(consumer, models, liveness_ms)
+  redis.call('SET', P .. 'worker:' .. consumer, models, 'PX', liveness_ms)
+  local lease_ms = tonumber(liveness_ms) / 2
+  if lease_ms >= (tonumber(redis.call('GET', P .. 'lease')) or 0) then
+    redis.call('SET', P .. 'lease', text(lease_ms), 'PX', liveness_ms)
+  end
+end
+
 -- Is a job that no pending list gives to anybody the caller's? It is unless another began it, or it has another entry.
 local function is_unclaimed(consumer, entry, id)
   local job = redis.call('HMGET', job_key(id), 'begun', 'entry')

@@ -10,5 +10,5 @@ for _, other in ipairs(redis.call('XINFO', 'CONSUMERS', lane_key('high'), GROUP)
   if serves and serves ~= '' and models ~= '' and serves ~= models then return {'mismatch', name, serves} end
 end
 redis.call('XGROUP', 'CREATECONSUMER', lane_key('high'), GROUP, consumer)
-redis.call('SET', P .. 'worker:' .. consumer, models, 'PX', ARGV[2])
+announce(consumer, models, ARGV[2])
 return {'ok'}

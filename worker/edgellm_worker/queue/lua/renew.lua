@@ -1,7 +1,7 @@
 -- RENEW, every delivery of a worker in one command. ARGV: consumer, liveness_ms, served models, then lane, entry, id, ...
 -- Reply: {lost ids, cancelled ids}. Ownership is checked first: a plain XCLAIM would steal back what another took over.
 local consumer = ARGV[1]
-redis.call('SET', P .. 'worker:' .. consumer, ARGV[3], 'PX', ARGV[2])
+announce(consumer, ARGV[3], ARGV[2])
 local mine, renewed, lost, cancelled = {}, {}, {}, {}
 for _, lane in ipairs(LANES) do
   local pending = redis.pcall('XPENDING', lane_key(lane), GROUP, '-', '+', 10000, consumer)

@@ -60,6 +60,7 @@ local function reclaim(lane)
   end
 end
 if ARGV[6] == '1' then
+  lease_ms = math.max(lease_ms, tonumber(redis.call('GET', P .. 'lease')) or 0)
   for _, lane in ipairs(LANES) do
     if last[lane] and remaining > 0 then reclaim(lane) end
   end
