@@ -1,4 +1,4 @@
-"""`edgellm-producer`: submit, status, cancel, dead, batch, gateway, script, schema.
+"""`edgellm-producer`: submit, result, status, cancel, dead, batch, gateway, script, schema.
 
 A command is a row of COMMANDS: its name, what it adds to the parser, and a coroutine that is given a producer and
 returns the exit code.
@@ -24,10 +24,11 @@ from edgellm_producer.client import Producer
 from edgellm_producer.dead import DeadLetter, DeadLetters, UnknownDeadLetter
 from edgellm_producer.errors import EdgellmError, JobError, JobRejected, ProtocolError, QueueUnreachable, UnknownJob
 from edgellm_producer.gateway import command as gateway
-from edgellm_producer.job import SubmittedJob
+from edgellm_producer.job import SubmittedJob, raise_for_status
 from edgellm_producer.keys import Priority
 from edgellm_producer.shell import explained, flush, leave_to_nobody
 from edgellm_producer.streaming import Restarted
+from edgellm_producer.wire import Reply, Status
 
 
 class ExitCode(IntEnum):
@@ -94,6 +95,9 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--queue", default=env("EDGELLM_QUEUE", "default"), help="(EDGELLM_QUEUE; default: default)")
 
 
+_JSON_HELP: Final = "print the whole reply as one line of JSON"
+
+
 def _submit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="the prompt, or - to read it from standard input")
     parser.add_argument("--chat", action="store_true", help="send it as the user's message of a conversation")
@@ -107,9 +111,11 @@ def _submit_arguments(parser: argparse.ArgumentParser) -> None:
     fields.add_argument("--logprobs", action="store_true", default=None)
     fields.add_argument("--priority", choices=[*Priority])
     output = parser.add_argument_group("output")
-    output.add_argument("--no-wait", action="store_true", help="print the job's id and leave")
+    output.add_argument(
+        "--no-wait", action="store_true", help="print the job's id and leave (`result ID` gets its answer)"
+    )
     output.add_argument("--no-stream", action="store_true", help="print the text at its end, in one piece")
-    output.add_argument("--json", action="store_true", help="print the whole reply as one line of JSON")
+    output.add_argument("--json", action="store_true", help=_JSON_HELP)
 
 
 def job_fields(arguments: Arguments, text: str) -> dict[str, Any]:
@@ -130,15 +136,18 @@ async def _submit(producer: Producer, arguments: Arguments) -> int:
         print(job.id)
         return ExitCode.DONE
     if arguments.json:
-        reply = await job.reply()
-        print(reply.model_dump_json())
-        return ExitCode.DONE if reply.status == "ok" else ExitCode.NO_RESULT
+        return _print_whole(await job.reply())
     try:
         await _print_stream(job)
     except asyncio.CancelledError:
         await job.cancel()  # whoever interrupts the command does not want the text any more
         raise
     return ExitCode.DONE
+
+
+def _print_whole(reply: Reply) -> int:
+    print(reply.model_dump_json())
+    return ExitCode.DONE if reply.status is Status.OK else ExitCode.NO_RESULT
 
 
 async def _print_stream(job: SubmittedJob) -> None:
@@ -151,6 +160,22 @@ async def _print_stream(job: SubmittedJob) -> None:
 
 def _id_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the job's id")
+
+
+def _result_arguments(parser: argparse.ArgumentParser) -> None:
+    _id_argument(parser)
+    parser.add_argument(
+        "--timeout-s", type=float, metavar="FLOAT", help="how long to wait (default: until it is there)"
+    )
+    parser.add_argument("--json", action="store_true", help=_JSON_HELP)
+
+
+async def _result(producer: Producer, arguments: Arguments) -> int:
+    reply = await producer.job(arguments.id).reply(arguments.timeout_s)
+    if arguments.json:
+        return _print_whole(reply)
+    print(raise_for_status(reply).text)
+    return ExitCode.DONE
 
 
 async def _status(producer: Producer, arguments: Arguments) -> int:
@@ -240,6 +265,7 @@ DEAD_ACTIONS: Final = {"list": _dead_list, "show": _dead_show, "retry": _dead_re
 
 COMMANDS: Final = (
     Command("submit", "enqueue a prompt and print the text as it comes", _submit_arguments, _submit),
+    Command("result", "wait for a job's answer and print it", _result_arguments, _result),
     Command("status", "where a job is", _id_argument, _status),
     Command("cancel", "cancel a job, waiting or running", _id_argument, _cancel),
     Command("dead", "look at the jobs that were given up", _dead_arguments, _dead, has_actions=True),

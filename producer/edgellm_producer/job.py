@@ -15,6 +15,7 @@ from edgellm_producer.errors import (
     JobFailed,
     JobRejected,
     ProtocolError,
+    QueueUnreachable,
     ResultExpired,
     ResultTimeout,
     UnknownJob,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 CHECK_AFTER_S: Final = 5.0
 """How long nothing is heard of a job before the queue is asked whether it still knows it."""
+OUTAGE_S: Final = 30.0
+"""How long a wait goes on while the queue cannot be asked: Redis restarts, or another server takes its place."""
 
 
 class JobState(StrEnum):
@@ -85,6 +88,7 @@ class SubmittedJob:
         self._producer = producer
         self._check_first = is_attached or is_duplicate
         self._reply: Reply | None = None
+        self._away_since: float | None = None  # the queue could not be asked since then
 
     def __repr__(self) -> str:
         return f"SubmittedJob({self.id!r})"
@@ -93,7 +97,8 @@ class SubmittedJob:
         """Wait for the answer; raises the error it stands for unless it is ok.
 
         `ResultTimeout` when `timeout` seconds pass first: the job lives on and can be waited for again.
-        `ResultExpired` and `UnknownJob` when there is nothing to wait for any more.
+        `ResultExpired` and `UnknownJob` when there is nothing to wait for any more; `QueueUnreachable` when Redis stays
+        away for half a minute.
         """
         return raise_for_status(await self.reply(timeout))
 
@@ -152,8 +157,10 @@ class SubmittedJob:
                     return await feed.entry_at(index)
             except TimeoutError:
                 pass
-        self._check_first = False
-        status = await self._producer.status(self.id)
+        is_first, self._check_first = self._check_first, False
+        status = await (self.status() if is_first else self._status_in_time())
+        if status is None:
+            return None
         if len(feed.entries) > index or status.has_reply:
             return None
         if status.state is JobState.DONE:
@@ -161,6 +168,20 @@ class SubmittedJob:
         if status.state is JobState.UNKNOWN:
             raise UnknownJob(f"this queue does not know {self.id}")
         return None
+
+    async def _status_in_time(self) -> JobStatus | None:
+        """None while an outage is waited out."""
+        now = asyncio.get_running_loop().time()
+        try:
+            status = await self.status()
+        except QueueUnreachable:
+            if self._away_since is None:
+                self._away_since = now
+            if now - self._away_since >= OUTAGE_S:
+                raise
+            return None
+        self._away_since = None
+        return status
 
     async def status(self) -> JobStatus:
         return await self._producer.status(self.id)

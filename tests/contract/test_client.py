@@ -24,10 +24,11 @@ from edgellm_producer import (
     Status,
     UnknownJob,
 )
+from edgellm_producer.job import JobStatus
 from edgellm_worker.queue.api import Answer, Delivery
 from edgellm_worker.queue.redis_queue import RedisQueue
 from tests.support.proxy import proxy_to
-from tests.support.queue_rig import Rig
+from tests.support.queue_rig import Rig, open_rig
 from tests.support.redis_server import RedisServer
 
 
@@ -201,6 +202,42 @@ async def test_a_stream_goes_on_after_its_connection_broke(server: RedisServer, 
         await worker.finish([answer(delivery)])
         assert [event async for event in pieces] == []
         assert (await job.result(timeout=5)).text == "abc"
+
+
+async def test_a_wait_outlives_a_restart_of_the_server(start_server, queue_name: str, monkeypatch) -> None:
+    """The queue was asked for the job meanwhile, in vain."""
+    monkeypatch.setattr("edgellm_producer.job.CHECK_AFTER_S", 0.01)
+    server = start_server(settings={"appendonly": "yes", "appendfsync": "always"})
+    asked_in_vain = asyncio.Event()
+    ask = Producer.status
+
+    async def status(producer: Producer, job_id: str) -> JobStatus:
+        try:
+            return await ask(producer, job_id)
+        except QueueUnreachable:
+            asked_in_vain.set()
+            raise
+
+    monkeypatch.setattr(Producer, "status", status)
+    async with open_rig(server, queue_name) as rig:
+        waiting = asyncio.create_task((await rig.submit("abc")).result(timeout=60))
+        server.kill()
+        async with asyncio.timeout(20):
+            await asked_in_vain.wait()
+        server.start()
+        async with serving(await rig.worker()):
+            assert (await waiting).text == "abc"
+
+
+async def test_a_wait_ends_when_the_server_stays_away(start_server, queue_name: str, monkeypatch) -> None:
+    monkeypatch.setattr("edgellm_producer.job.CHECK_AFTER_S", 0.01)
+    monkeypatch.setattr("edgellm_producer.job.OUTAGE_S", 0.1)
+    server = start_server()
+    async with open_rig(server, queue_name) as rig:
+        job = await rig.submit("abc")
+        server.kill()
+        with pytest.raises(QueueUnreachable):
+            await job.result(timeout=60)
 
 
 async def test_the_reader_of_a_reply_dies_and_another_reads_it(one_rig: Rig) -> None:

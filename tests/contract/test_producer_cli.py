@@ -62,6 +62,19 @@ async def test_no_wait_status_and_cancel(one_rig: Rig, capsys: pytest.CaptureFix
     assert await run(one_rig, "cancel", "nope") == 2
 
 
+async def test_the_answer_of_a_job_that_was_not_waited_for(one_rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+    worker = await one_rig.worker()
+    assert await run(one_rig, "submit", "hi", "--no-wait") == 0
+    job_id = capsys.readouterr().out.strip()
+    assert await run(one_rig, "result", job_id, "--timeout-s", "0.01") == 1
+    assert f"no answer of {job_id} within 0.01 s" in capsys.readouterr().err
+    code, _ = await asyncio.gather(run(one_rig, "result", job_id), serve_one(worker, "Hello"))
+    assert (code, capsys.readouterr().out) == (0, "Hello\n")
+    assert await run(one_rig, "result", job_id, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["text"] == "Hello"
+    assert await run(one_rig, "result", "nope") == 2
+
+
 async def test_a_wrong_field_is_the_callers_mistake(one_rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     assert await run(one_rig, "submit", "hi", "--top-p", "7") == 2
     assert "top_p" in capsys.readouterr().err
