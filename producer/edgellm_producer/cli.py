@@ -135,12 +135,15 @@ async def _submit(producer: Producer, arguments: Arguments) -> int:
     if arguments.no_wait:
         print(job.id)
         return ExitCode.DONE
-    if arguments.json:
-        return _print_whole(await job.reply())
     try:
+        if arguments.json:
+            return _print_whole(await job.reply())
         await _print_stream(job)
     except asyncio.CancelledError:
         await job.cancel()  # whoever interrupts the command does not want the text any more
+        raise
+    except QueueUnreachable:
+        print(f"edgellm-producer: the job lives on: edgellm-producer result {job.id}", file=sys.stderr)
         raise
     return ExitCode.DONE
 
