@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from edgellm_worker.engine.build.builder import Builder, BuildSettings, RowRange
+from edgellm_worker.engine.build.builder import Builder, BuildSettings, RowRange, collecting_logger
+from edgellm_worker.engine.build.passes import Recorder
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.errors import BuildError
 from edgellm_worker.engine.ops.api import KvDtype
@@ -105,6 +109,77 @@ def test_a_gpu_that_lacks_the_type_is_refused_by_name(library: Library, scheme: 
     with pytest.raises(BuildError, match=rf"cannot compile a network for {target}.*fp\d"):
         builder.compile(quantized[0], RANGES)
     assert not library.supports(target, fp8=True, fp4=scheme != "fp8")
+
+
+# family, scheme, KV type, target of whole passes as one network.
+WHOLE = (
+    ("qwen3_5_text", "dense", KvDtype.FLOAT16, Target.SM80),
+    ("qwen3_5_text", "nvfp4", KvDtype.FP8, Target.SM120),
+    ("qwen3", "fp8", KvDtype.FLOAT16, Target.SM89),
+    ("llama", "dense", KvDtype.FP8, Target.SM121),
+)
+
+
+@pytest.mark.timeout(300)
+def test_whole_passes_compile_as_one_network_each(library: Library, capsys: pytest.CaptureFixture) -> None:
+    """Native attention and cache over float16, the decomposed form over FP8, the decomposed delta rule."""
+    sizes = {}
+    for family, scheme, kv_dtype, target in WHOLE:
+        model, wanted = tiny_shapes(family, scheme), spec(target, kv_dtype)
+        recorder = Recorder(model, wanted.layout, wanted.reader())
+        graphs = {"verify": recorder.verify(4, 4 if model.mtp else 1)}
+        if model.mtp is not None:
+            graphs |= {"draft first": recorder.draft_first(4, is_chosen=True), "draft next": recorder.draft_next(4)}
+        builder = Builder(library, BuildSettings(target))
+        for name, graph in graphs.items():
+            sizes[family, scheme, kv_dtype, target, name] = len(builder.compile_whole(graph))
+    assert min(sizes.values()) > 1000
+    with capsys.disabled():
+        print(f"\n{library.name}: {len(sizes)} whole passes as one network each")
+
+
+@pytest.mark.timeout(300)
+def test_the_first_layers_of_the_27b_compile_as_one_network(library: Library) -> None:
+    assert compile_whole_27b(library, 4) > 100_000
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_all_64_layers_of_the_27b_compile_as_one_network(library: Library, capsys: pytest.CaptureFixture) -> None:
+    """Memory is bounded, as all weights are inputs."""
+    began, size = time.monotonic(), compile_whole_27b(library, 64)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    with capsys.disabled():
+        print(
+            f"\n64 layers as one network: {time.monotonic() - began:.0f} s, {size / 1e6:.0f} MB, peak {peak / 1e9:.1f} GB"
+        )
+    assert peak < 6e9
+
+
+def compile_whole_27b(library: Library, num_layers: int) -> int:
+    """A verify pass of 4 rows x 6 positions over an FP8 cache of 4096, mixed FP8 and W4A16 weights, for DGX Spark."""
+    model = qwen_27b()
+    model = replace(model, base=replace(model.base, layers=model.base.layers[:num_layers]))
+    assert len(model.base.layers) == num_layers
+    wanted = EngineSpec(4, 4096, 6, KvDtype.FP8, target=Target.SM121, runs_fp8=True, runs_fp4=True)
+    graph = Recorder(model, wanted.layout, wanted.reader()).verify(4, 6)
+    return len(Builder(library, BuildSettings(Target.SM121)).compile_whole(graph))
+
+
+@pytest.mark.timeout(300)
+def test_native_cache_updates_take_no_fp8(library: Library) -> None:
+    """Why an FP8 cache is attended in the decomposed form: a library that takes it should get the native one."""
+    trt = library.module
+    logger = collecting_logger(library)
+    network = trt.Builder(logger).create_network(0)
+    cache, update = (
+        network.add_input(name, trt.DataType.FP8, (1, 2, length, 64)) for name, length in (("c", 32), ("u", 4))
+    )
+    start = network.add_input("s", trt.DataType.INT32, (1,))
+    layer = network.add_kv_cache_update(cache, update, start, trt.KVCacheMode.LINEAR)
+    with pytest.raises(RuntimeError, match="shape"):
+        _ = layer.get_output(0).shape
+    assert "cache has type FP8 but must have type Float, Half, or BFloat16" in logger.text()
 
 
 @pytest.mark.timeout(300)

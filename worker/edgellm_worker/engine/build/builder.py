@@ -8,8 +8,10 @@ from typing import Any
 
 from edgellm_worker.engine.build.segments import Segment, node_weight_groups
 from edgellm_worker.engine.errors import BuildError
+from edgellm_worker.engine.ops.graph import Graph
 from edgellm_worker.engine.ops.tensorrt_layers import Layers
 from edgellm_worker.engine.ops.tensorrt_rows import Emitter, emit_row_op
+from edgellm_worker.engine.ops.tensorrt_whole import emit_whole
 from edgellm_worker.engine.trt import Library, Target
 
 
@@ -45,16 +47,34 @@ class Builder:
     def compile(self, segment: Segment, ranges: Sequence[RowRange]) -> bytes:
         """-> a serialized plan. Raises `BuildError` with what the library said."""
         self._logger.messages.clear()
-        if self._builder is None:
-            self._builder = self._trt.Builder(self._logger)
-        builder = self._builder
+        builder = self._made()
         network = builder.create_network(self._network_flags())
         config = self._config(builder)
         layers = Layers(self._library, network)
         emit_segment(layers, segment)
         for row_range in ranges:
             config.add_optimization_profile(self._profile(builder, segment, row_range))
-        plan = builder.build_serialized_network(network, config)
+        return self._serialized(network, config)
+
+    def compile_whole(self, graph: Graph) -> bytes:
+        """-> a plan of a whole pass, for a library with native attention (ops/tensorrt_whole.py). float32 products are
+        float32: what the recurrent state goes through must not be rounded to ten bits.
+        """
+        self._logger.messages.clear()
+        network = self._made().create_network(self._network_flags())
+        config = self._config(self._made())
+        config.clear_flag(self._trt.BuilderFlag.TF32)
+        layers = Layers(self._library, network)
+        emit_whole(layers, graph)
+        return self._serialized(network, config)
+
+    def _made(self) -> Any:
+        if self._builder is None:
+            self._builder = self._trt.Builder(self._logger)
+        return self._builder
+
+    def _serialized(self, network: Any, config: Any) -> bytes:
+        plan = self._made().build_serialized_network(network, config)
         if plan is None:
             raise BuildError(
                 f"{self._library.name} cannot compile a network for {self._settings.target}:"

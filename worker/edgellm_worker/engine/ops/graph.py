@@ -82,9 +82,12 @@ class Lowering(StrEnum):
 STATE_OPS = frozenset({Op.ATTEND, Op.CONV_COMMIT, Op.CAUSAL_CONV, Op.GATED_DELTA_RULE, Op.DELTA_FOLD})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Value:
-    """A tensor of the graph; identity is the object. `producer` is None for a graph input, which `name` then names."""
+    """A tensor of the graph; identity is the object. `producer` is None for a graph input, which `name` then names.
+
+    Nothing here has a repr of its own: it would write out all that led to the value.
+    """
 
     shape: tuple[int, ...]
     dtype: Dtype
@@ -100,7 +103,7 @@ class Value:
         return self.shape[0] * self.shape[1]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Node:
     """One op call. `attrs` are the Python arguments (numbers, tuples, enums) in the order of `Ops`' signature."""
 

@@ -44,6 +44,11 @@ class Layers:
             copy.dtype = data_type
             copy.allowed_formats = 1 << int(self._trt.TensorFormat.LINEAR)
 
+    def mark(self, tensor: Any, name: str) -> None:
+        """Mark the tensor itself."""
+        tensor.name = name
+        self.network.mark_output(tensor)
+
     def out(self, layer: Any, data_type: Any = None) -> Any:
         """The layer's first output; pins the type where networks are weakly typed."""
         if layer is None:
@@ -106,12 +111,25 @@ class Layers:
         small = self.unary(self.unary(self.unary(a, "ABS"), "NEG"), "EXP")
         return self.add(positive, self.unary(self.offset(small, 1.0), "LOG"))
 
+    def select(self, condition: Any, chosen: Any, other: Any) -> Any:
+        return self.out(self.network.add_select(condition, chosen, other), chosen.dtype)
+
     def silu(self, a: Any) -> Any:
         return self.mul(a, self.sigmoid(a))
 
     def mean_last(self, a: Any, *, is_sum: bool = False) -> Any:
-        kind = self._trt.ReduceOperation.SUM if is_sum else self._trt.ReduceOperation.AVG
+        return self.reduce_last(a, "SUM" if is_sum else "AVG")
+
+    def reduce_last(self, a: Any, operation: str) -> Any:
+        kind = getattr(self._trt.ReduceOperation, operation)
         return self.out(self.network.add_reduce(a, kind, 1 << (len(a.shape) - 1), True), a.dtype)
+
+    def top_k(self, a: Any, count: int) -> tuple[Any, Any]:
+        """The largest of the last dimension, descending, and their int32 indices."""
+        layer = self.network.add_topk(a, self._trt.TopKOperation.MAX, count, 1 << (len(a.shape) - 1))
+        if layer is None:
+            raise BuildError(f"{self.library.name} refused a top-k of {count}")
+        return layer.get_output(0), layer.get_output(1)
 
     def rsqrt(self, a: Any) -> Any:
         return self.unary(self.unary(a, "SQRT"), "RECIP")
@@ -125,6 +143,31 @@ class Layers:
         layer = self.network.add_softmax(a)
         layer.axes = 1 << (len(a.shape) - 1)
         return self.out(layer, a.dtype)
+
+    # --- attention, in libraries that have it ---
+
+    def update_cache(self, cache: Any, update: Any, start: Any) -> Any:
+        """The cache [B, H, L, d] with update [B, H, N, d] at positions start[b] on, in its own memory."""
+        return self.out(self.network.add_kv_cache_update(cache, update, start, self._trt.KVCacheMode.LINEAR))
+
+    def attention(self, q: Any, k: Any, v: Any, mask: Any) -> Any:
+        """softmax(q k^T) v where the bool mask [B, 1, N, L] is set; q [B, H, N, d], k and v [B, H_kv, L, d]."""
+        trt = self._trt
+        layer = self.network.add_attention_v2(q, k, v, trt.AttentionNormalizationOp.SOFTMAX, trt.CausalMaskKind.NONE)
+        tensor = self.out(layer)
+        layer.mask = mask
+        layer.decomposable = True  # a target without a fused kernel for this head size still compiles
+        return tensor
+
+    def quantize(self, a: Any, scale: float) -> Any:
+        """To FP8 e4m3: a / scale."""
+        return self.out(self.network.add_quantize(a, self._scale(scale), self.data_type(Dtype.FP8)))
+
+    def dequantize(self, a: Any, scale: float) -> Any:
+        return self.out(self.network.add_dequantize(a, self._scale(scale), self.data_type(Dtype.FLOAT16)))
+
+    def _scale(self, scale: float) -> Any:
+        return self.constant(np.array(scale, np.float32))
 
     # --- shape ---
 
@@ -143,6 +186,16 @@ class Layers:
         layer = self.network.add_concatenation(tensors)
         layer.axis = axis
         return self.out(layer, tensors[0].dtype)
+
+    def take(self, a: Any, axis: int, start: int, size: int) -> Any:
+        """a[..., start:start+size, ...] along `axis`, of a tensor whose shape is static."""
+        shape = tuple(size if index == axis else length for index, length in enumerate(a.shape))
+        starts = tuple(start if index == axis else 0 for index in range(len(shape)))
+        return self.out(self.network.add_slice(a, starts, shape, (1,) * len(shape)), a.dtype)
+
+    def gather(self, a: Any, index: Any) -> Any:
+        """a[index] of the first dimension, `index` int32 of one dimension."""
+        return self.out(self.network.add_gather(a, index, 0), a.dtype)
 
     def take_last(self, a: Any, start: int, size: int) -> Any:
         """a[..., start:start+size]; the leading dimension may be dynamic."""
