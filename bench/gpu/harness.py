@@ -17,7 +17,8 @@ from edgellm_worker.engine.checkpoint.weights import Array
 from edgellm_worker.engine.ops.graph import Dtype, Graph, Lowering
 from edgellm_worker.engine.runtime.cuda import Cuda
 from edgellm_worker.engine.runtime.tensorrt_kernels import Binding, Control, Kernels, Mode
-from edgellm_worker.engine.runtime.tensorrt_program import Bindings, Engines, Parts, Program, lay_out
+from edgellm_worker.engine.runtime.tensorrt_layout import lay_out
+from edgellm_worker.engine.runtime.tensorrt_program import Bindings, Engines, Parts, Program
 from edgellm_worker.engine.runtime.tensorrt_weights import WeightStore
 from edgellm_worker.engine.trt import load_library
 
@@ -25,6 +26,15 @@ NUMPY = {Dtype.FLOAT32: np.float32, Dtype.FLOAT16: np.float16, Dtype.INT32: np.i
 OUT = Path(os.environ.get("OUT", "."))
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "worker/edgellm_worker/data/tiny-qwen3.5-mtp"
+
+
+def plans_folder(level: int | None) -> Path | None:
+    """Where plans are kept between runs on one machine, if $PLANS says so. They hold no weights."""
+    if "PLANS" not in os.environ:
+        return None
+    folder = Path(os.environ["PLANS"]) / f"level{level}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def say(*words: object) -> None:
@@ -35,22 +45,36 @@ def save(name: str, result: object) -> None:
     (OUT / name).write_text(json.dumps(result, indent=1))
 
 
+class NoNetworks:
+    """Stands for the engines where only kernels are looked at: launches nothing."""
+
+    def prepare(self, *_arguments: object) -> Callable[[], None]:
+        return lambda: None
+
+    def close(self) -> None:
+        pass
+
+
 class Device:
-    """Networks are compiled on first use at a low optimization level and kept by their structural key."""
+    """Networks are compiled on first use at a low optimization level and kept by their structural key. With $KERNELS
+    there are none, and no TensorRT is needed: kernels alone can be run.
+    """
 
     def __init__(self, level: int = 1, lowering: Lowering | None = None) -> None:
-        self.library = load_library()
+        self.library = None if os.environ.get("KERNELS") else load_library()
+        self.level = level
         self.cuda = Cuda()
-        self.logger = collecting_logger(self.library)
-        self.builder = Builder(self.library, BuildSettings(optimization_level=level))
+        if self.library is not None:
+            self.logger = collecting_logger(self.library)
+            self.builder = Builder(self.library, BuildSettings(optimization_level=level))
         self.weights = WeightStore(self.cuda)
         self.kernels = Kernels(self.cuda, self.weights)
-        self.lowering = lowering or self.library.lowering
+        self.lowering = lowering or (self.library.lowering if self.library else Lowering.PRODUCTS)
         self.build_s = 0.0
 
     def describe(self) -> dict[str, str]:
         return {
-            "library": self.library.name,
+            "library": self.library.name if self.library else "none",
             "gpu": self.cuda.name,
             "architecture": self.cuda.architecture,
             "python": sys.version.split()[0],
@@ -58,16 +82,28 @@ class Device:
         }
 
     def parts(self, graph: Graph, ranges: tuple[RowRange, ...] | None = None) -> Parts:
+        if self.library is None:
+            return Parts(self.cuda, self.weights, self.kernels, NoNetworks())
         engines = Engines(self.library, self.cuda, self.logger)
         plans: dict[str, bytes] = {}
         for step in cut(graph, self.lowering):
             if isinstance(step, Segment) and step.key not in plans:
                 rows = ranges or (RowRange(1, max(1, step.num_rows), max(1, step.num_rows)),)
                 began = time.perf_counter()
-                plans[step.key] = self.builder.compile(step, rows)
+                plans[step.key] = self._plan(step, rows)
                 self.build_s += time.perf_counter() - began
         engines.load(plans)
         return Parts(self.cuda, self.weights, self.kernels, engines)
+
+    def _plan(self, segment: Segment, ranges: tuple[RowRange, ...]) -> bytes:
+        folder = plans_folder(self.level)
+        if folder is None:
+            return self.builder.compile(segment, ranges)
+        sizes = "_".join(f"{r.least}-{r.typical}-{r.most}" for r in ranges)
+        kept = folder / f"{segment.key}_{sizes}.plan"
+        if not kept.exists():
+            kept.write_bytes(self.builder.compile(segment, ranges))
+        return kept.read_bytes()
 
     def upload(self, array: Array) -> int:
         return self.cuda.upload(array)

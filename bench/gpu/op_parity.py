@@ -75,9 +75,15 @@ class Cases:
         heads, gate = self.normal(b, n, 8, 32), self.half(b, n, 8, 32)
         small = self.weight(32)
         angle = self.normal(b, n, 8)
-        yield from self.row_op("linear", {"x": x}, lambda o, x: (o.linear(x, w),))
-        yield from self.row_op("linear+bias", {"x": x}, lambda o, x: (o.linear(x, w, bias),))
-        yield from self.row_op("fused_linear", {"x": x}, lambda o, x: o.fused_linear(x, [w, w2], [None, None]))
+        if self.device.library is not None:
+            yield from self.row_op("linear", {"x": x}, lambda o, x: (o.linear(x, w),))
+            yield from self.row_op("linear+bias", {"x": x}, lambda o, x: (o.linear(x, w, bias),))
+            yield from self.row_op("fused_linear", {"x": x}, lambda o, x: o.fused_linear(x, [w, w2], [None, None]))
+            yield from self.row_op(
+                "fused_linear, parts read where they are",
+                {"x": x},
+                lambda o, x: (o.swiglu(*o.fused_linear(x, [w, w], [None, None])),),
+            )
         for centred in (False, True):
             yield from self.row_op(
                 "rms_norm",
@@ -106,6 +112,8 @@ class Cases:
 
     def quantized(self) -> Iterator[Result]:
         x = self.half(2, 3, 128)
+        if self.device.library is None:
+            return
         if self.device.library.has_fp8:
             data = self.normal(64, 128).astype(ml_dtypes.float8_e4m3fn)
             fp8 = Fp8Weight(data, np.float32(0.05))
@@ -115,6 +123,48 @@ class Cases:
             blocks = (self.rng.random((64, 8)) * 4 + 0.5).astype(ml_dtypes.float8_e4m3fn)
             fp4 = Nvfp4Weight(codes, blocks, np.float32(0.01))
             yield from self.row_op("linear nvfp4", {"x": x}, lambda o, x: (o.linear(x, fp4),), 5e-3)
+
+    def parts(self) -> Iterator[Result]:
+        """Kernels that read heads and parts where a joint product left them."""
+        b, n, _ = self.sizes()
+        gain, a_log, dt = self.weight(32), DenseWeight(self.normal(8)), DenseWeight(self.normal(8))
+        x, mixed = self.half(b, n, 16 + 8 * 64 + 8 + 8 + 96), self.normal(b, n, 8 * 32 + 96)
+        heads = self.normal(b, n, 8, 32)
+        angle = self.normal(b, n, 8)
+        cuts = (16, 8 * 64, 8, 8, 96)
+
+        def gated(o: NumpyOps, x: Array) -> Array:
+            y, gate = o.split(o.split_heads(o.split(x, cuts)[1], 8), (32, 32))
+            return o.sigmoid_gate(o.merge_heads(o.rms_norm(y, gain, 1e-6, zero_centred=True)), o.merge_heads(gate))
+
+        yield from self.row_op("parts: rms_norm, sigmoid_gate", {"x": x}, lambda o, x: (gated(o, x),))
+        yield from self.row_op(
+            "parts: swiglu", {"x": x}, lambda o, x: (o.swiglu(*o.split(o.split(x, cuts)[4], (48, 48))),)
+        )
+        yield from self.row_op(
+            "parts: rotary",
+            {"x": x, "c": np.cos(angle), "s": np.sin(angle)},
+            lambda o, x, c, s: (o.rotary(o.split_heads(o.split(x, cuts)[1], 8), c, s),),
+        )
+        yield from self.row_op(
+            "parts: delta_gates",
+            {"x": x},
+            lambda o, x: o.delta_gates(o.split(x, cuts)[2], o.split(x, cuts)[3], a_log, dt),
+            FLOAT_BOUND,
+        )
+        yield from self.row_op(
+            "parts: l2_norm",
+            {"x": mixed},
+            lambda o, x: (o.l2_norm(o.split_heads(o.split(x, (96, 256))[1], 8), 1e-6, 0.25),),
+            FLOAT_BOUND,
+        )
+        yield from self.row_op(
+            "parts: gated_rms_norm",
+            {"y": heads, "x": x},
+            lambda o, y, x: (
+                o.gated_rms_norm(y, o.split(o.split_heads(o.split(x, cuts)[1], 8), (32, 32))[1], gain, 1e-6),
+            ),
+        )
 
     # --- kernels ---
 
@@ -136,16 +186,26 @@ class Cases:
         yield from self.row_op(
             "rope_angles", {"p": positions}, lambda o, p: o.rope_angles(p, frequencies, 1.0), FLOAT_BOUND
         )
-        for vocab in (8192, 1001, 65536):
+        for vocab in (8192, 1001, 65536, 248320):
             logits = self.half(b, n, vocab, scale=4)
             yield from self.row_op(f"arg_max {vocab}", {"x": logits}, lambda o, x: (o.arg_max(x),), 0.0)
             yield from self.row_op(f"top_k {vocab}", {"x": logits}, lambda o, x: o.top_k(x, 64), 0.0)
             yield from self.row_op(f"log_sum_exp {vocab}", {"x": logits}, lambda o, x: (o.log_sum_exp(x),), FLOAT_BOUND)
+            yield from self.row_op(
+                f"top_k and log_sum_exp {vocab}",
+                {"x": logits},
+                lambda o, x: (*o.top_k(x, 64), o.log_sum_exp(x)),
+                FLOAT_BOUND,
+            )
+        few = np.round(self.half(b, n, 8192, scale=1))
+        yield from self.row_op("top_k of many equal", {"x": few}, lambda o, x: o.top_k(x, 64), 0.0)
 
-    def attend(self, heads: tuple[int, int, int], tokens: int, kv: KvDtype, starts: list[int]) -> Iterator[Result]:
+    def attend(
+        self, heads: tuple[int, int, int], tokens: int, kv: KvDtype, starts: list[int], length: int = 512
+    ) -> Iterator[Result]:
         """Slots are permuted, positions past a row's own are rubbish."""
         num_heads, num_kv, dim = heads
-        b, length = len(starts), 512
+        b = len(starts)
         order = self.rng.permutation(b).astype(np.int32)
         scale = 0.05 if kv is KvDtype.FP8 else 1.0
         q, k, v = (
@@ -178,6 +238,36 @@ class Cases:
             decoded = mine.view(ml_dtypes.float8_e4m3fn) if kv is KvDtype.FP8 else mine
             again = np.stack([decoded[slot] for slot in order]).astype(np.float32)
             yield Result(f"{name} {label}", f"kv {kv}", "", relative_error(again, theirs.astype(np.float32)), 1e-6)
+
+    def attend_joint(self, heads: tuple[int, int, int], tokens: int, starts: list[int], half: int) -> Iterator[Result]:
+        """Queries, keys and values out of one joint product, normed and rotated before."""
+        num_heads, num_kv, dim = heads
+        b, length = len(starts), 1024
+        sizes = (num_heads * 2 * dim, num_kv * dim, num_kv * dim)
+        angle = self.normal(b, tokens, half)
+        norms = self.weight(dim), self.weight(dim)
+        feeds: dict[str, Array] = {"x": self.half(b, tokens, sum(sizes)), "c": np.cos(angle), "s": np.sin(angle)}
+        feeds["ck"], feeds["cv"] = self.half(b, num_kv, length, dim), self.half(b, num_kv, length, dim)
+        feeds["start"] = np.array(starts, np.int32)
+        one = KvScales(np.float32(1), np.float32(1))
+
+        def call(o: NumpyOps, x: Array, angles: tuple[Array, Array], kept: tuple[Array, Array], start: Array) -> Array:
+            q, k, v = o.split(x, sizes)
+            q, _ = o.split(o.split_heads(q, num_heads), (dim, dim))
+            k, v = o.split_heads(k, num_kv), o.split_heads(v, num_kv)
+            q, k = o.rms_norm(q, norms[0], 1e-6, zero_centred=True), o.rms_norm(k, norms[1], 1e-6, zero_centred=True)
+            cache = KvCache(*kept, KvDtype.FLOAT16, one)
+            return o.attend((o.rotary(q, *angles), o.rotary(k, *angles), v), cache, start, dim**-0.5)[0]
+
+        dtypes = {np.dtype(np.float32): F32, np.dtype(np.float16): F16, np.dtype(np.int32): I32}
+        ops = TensorRtOps()
+        x, c, s, ck, cv, start = (ops.input(name, given.shape, dtypes[given.dtype]) for name, given in feeds.items())
+        out = call(ops, x, (c, s), (ck, cv), start)
+        found = self.device.run(ops.graph({"out": out}), feeds)
+        x, *angles = (feeds[name].astype(np.float32) for name in ("x", "c", "s"))
+        want = call(self.reference, x, tuple(angles), (feeds["ck"].copy(), feeds["cv"].copy()), feeds["start"])
+        name = f"joint product, norms, rotary, attend {num_heads}/{num_kv}x{dim} N={tokens}"
+        yield Result(name, "float16", "", relative_error(found["out"], want), HALF_BOUND)
 
     def delta_inputs(self, b: int, n: int, sizes: tuple[int, int, int, int], closing: bool) -> dict[str, Array]:
         hk, hv, dk, dv = sizes
@@ -266,12 +356,19 @@ class Cases:
     def all(self) -> Iterator[Result]:
         yield from self.rows()
         yield from self.quantized()
+        yield from self.parts()
         yield from self.tokens()
+        yield from self.attend_joint((16, 4, 128), 6, [0, 300, 15, 1018], 64)
+        yield from self.attend_joint((24, 4, 256), 6, [512, 600], 32)
+        yield from self.attend_joint((4, 2, 64), 4, [37, 513, 16], 8)
+        yield from self.attend_joint((4, 2, 64), 40, [37], 8)
         for kv in (KvDtype.FLOAT16, KvDtype.FP8):
             yield from self.attend((4, 2, 64), 4, kv, [0, 17, 300])
             yield from self.attend((16, 4, 128), 6, kv, [100, 0, 250, 506])
             yield from self.attend((24, 4, 256), 6, kv, [127, 128])
             yield from self.attend((4, 2, 64), 100, kv, [37])
+            yield from self.attend((16, 4, 128), 6, kv, [1900, 511, 1025, 4000], 4096)
+            yield from self.attend((24, 4, 256), 4, kv, [2000, 9000], 16384)
         tiny, large = (4, 8, 32, 32), (16, 48, 128, 128)
         for sizes in (tiny, large):
             yield from self.delta(sizes, 1, [0, 1, 3])

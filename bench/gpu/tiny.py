@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bench.gpu.harness import ROOT, TINY, say
+from bench.gpu.harness import ROOT, TINY, plans_folder, say
 from edgellm_worker.engine.api import EngineLimits, EngineTraits, GenerationRequest, SamplingParams
 from edgellm_worker.engine.build.builder import Builder, collecting_logger
 from edgellm_worker.engine.build.bundle import compile_in_children
@@ -66,10 +66,10 @@ class Networks:
         return executor
 
     def _compile(self, missing: dict[str, Segment], spec: EngineSpec) -> None:
-        folder = Path(os.environ.get("PLANS", tempfile.mkdtemp())) / f"level{self.level}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for key in [key for key in missing if (folder / f"{key}.plan").exists()]:
-            self.plans[key] = (folder / f"{key}.plan").read_bytes()
+        folder = plans_folder(self.level)
+        tuning = "_".join(f"{r.least}-{r.typical}-{r.most}" for r in spec.ranges)
+        for key in [key for key in missing if folder is not None and (folder / f"{key}_{tuning}.plan").exists()]:
+            self.plans[key] = (folder / f"{key}_{tuning}.plan").read_bytes()
             del missing[key]
         if not missing:
             return
@@ -82,7 +82,8 @@ class Networks:
             builder = Builder(self.library, spec.settings)
             made = {key: self._timed(builder, segment, spec) for key, segment in missing.items()}
         for key, plan in made.items():
-            (folder / f"{key}.plan").write_bytes(plan)
+            if folder is not None:
+                (folder / f"{key}_{tuning}.plan").write_bytes(plan)
         self.plans.update(made)
 
     def _timed(self, builder: Builder, segment: Segment, spec: EngineSpec) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -17,8 +19,12 @@ from edgellm_worker.engine.ops.graph import KERNEL_OPS, Dtype, Graph, Lowering, 
 from edgellm_worker.engine.ops.tensorrt import TensorRtOps
 from edgellm_worker.engine.ops.tensorrt_rows import ROW_LOWERINGS
 from edgellm_worker.engine.runtime import tensorrt_kernels, tensorrt_row_kernels
-from edgellm_worker.engine.runtime.tensorrt_program import lay_out
+from edgellm_worker.engine.runtime.tensorrt_kernels import Binding, Control, Kernels, Mode
+from edgellm_worker.engine.runtime.tensorrt_layout import HeadChain, lay_out
+from edgellm_worker.engine.runtime.tensorrt_program import Bindings, Parts, Program
+from edgellm_worker.engine.runtime.tensorrt_weights import WeightStore
 from edgellm_worker.engine.trt import Flavour, Library, Target, load_library, parse_version
+from tests.support.recording_device import NoNetworks, RecordingDevice
 from tests.support.tensorrt_models import tiny_shapes
 
 SPEC = EngineSpec(4, 256, 4, KvDtype.FLOAT16, prefill_chunk=16)
@@ -48,6 +54,8 @@ def test_steps_run_in_an_order_in_which_every_value_is_made_before_it_is_read(gr
             inputs = step.inputs if isinstance(step, Segment) else step.node.inputs
             assert set(inputs) <= made
             made.update(step.outputs if isinstance(step, Segment) else step.node.outputs)
+            if isinstance(step, Segment):  # a joint product's parts are made with its first
+                made.update(value for node in step.joined for value in node.outputs)
         assert set(graph.outputs.values()) <= made
 
 
@@ -79,8 +87,9 @@ def test_values_that_live_at_once_never_overlap(graphs, lowering: Lowering) -> N
         read_at: dict[Value, int] = {}
         for index, step in enumerate(layout.steps):
             values = list(step.inputs if isinstance(step, Segment) else step.node.inputs)
-            if isinstance(step, KernelCall) and step.node.op is Op.RMS_NORM and values[0].producer in layout.fused:
-                values += values[0].producer.inputs
+            for value in values:  # grows: what a fused node reads is read by the one that does its work
+                if value.producer in layout.fused:
+                    values += value.producer.inputs
             read_at.update((layout.roots.get(value, value), index) for value in values)
         read_at.update((layout.roots.get(value, value), len(layout.steps)) for value in graph.outputs.values())
         alive: list[tuple[int, int, int]] = []
@@ -90,10 +99,56 @@ def test_values_that_live_at_once_never_overlap(graphs, lowering: Lowering) -> N
                 if value not in layout.offsets:
                     continue
                 begin = layout.offsets[value]
-                end = begin + int(np.prod(value.shape)) * value.dtype.num_bytes
+                end = begin + value.num_rows * layout.view(value).pitch * value.dtype.num_bytes
                 assert all(end <= other or begin >= other_end for other, other_end, _ in alive)
                 assert end <= layout.num_bytes
                 alive.append((begin, end, read_at.get(value, index)))
+
+
+def test_parts_of_a_joint_product_are_read_where_it_left_them(graphs) -> None:
+    """Attention's queries, keys and values: one buffer, whose rows hold all three; gated queries skip their gates."""
+    layout = lay_out(graphs["verify"], frozenset(), Lowering.PRODUCTS)
+    attend = next(step.node for step in layout.steps if isinstance(step, KernelCall) and step.node.op is Op.ATTEND)
+    query, key = (HeadChain.of(value, layout.fused) for value in attend.inputs[:2])
+    q, k, v = (layout.view(value) for value in (query.source, key.source, attend.inputs[2]))
+    heads, dim = attend.inputs[0].shape[2:]
+    kv_heads = attend.inputs[1].shape[2]
+    assert q.root is k.root is v.root
+    assert q.pitch == k.pitch == v.pitch == (2 * heads + 2 * kv_heads) * dim
+    assert (q.offset, k.offset, v.offset) == (0, 2 * heads * dim, (2 * heads + kv_heads) * dim)
+    assert (q.step, k.step, v.step) == (2 * dim, dim, dim)
+    assert query.norm is not None
+    assert key.rotary is not None
+
+
+def test_a_part_that_is_wanted_by_itself_is_not_left_in_the_joint_product() -> None:
+    ops = TensorRtOps()
+    weights = [DenseWeight(np.zeros((8, 4), np.float16))] * 2
+    one, other = ops.fused_linear(ops.input("x", (1, 2, 4), Dtype.FLOAT16), weights, [None, None])
+    graph = ops.graph({"one": one, "gated": ops.swiglu(one, other)})
+    (segment,) = (step for step in cut(graph, Lowering.PRODUCTS) if isinstance(step, Segment))
+    assert segment.joined == ()
+    assert segment.outputs == (one, other)
+
+
+@pytest.mark.parametrize("lowering", Lowering)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3", "llama"])
+def test_every_pass_can_be_prepared(family: str, lowering: Lowering) -> None:
+    """Every kernel finds its values as it wants them, and gets as many arguments, of the kinds, as it takes."""
+    spec = replace(SPEC, prefill_chunk=32, lowering=lowering)
+    for graph in Recorder(tiny_shapes(family), spec.layout, spec.reader()).all(32).values():
+        device = RecordingDevice()
+        weights = WeightStore(device)
+        parts = Parts(device, weights, Kernels(device, weights), NoNetworks())
+        bound = {name: Binding(1 << 40) for name in (*graph.inputs, *graph.outputs)}
+        layout = lay_out(graph, frozenset(bound), lowering)
+        Program(graph, layout, parts, Bindings(bound, 0, Control(0, 0, 4), Mode.STEP)).enqueue()
+        assert device.launched
+        for signature, arguments in device.launched:
+            assert len(signature) == len(arguments)
+            assert all(
+                isinstance(given, float) == (kind == "f") for kind, given in zip(signature, arguments, strict=True)
+            )
 
 
 def test_shapes_that_do_not_agree_are_refused_by_the_op() -> None:

@@ -118,7 +118,7 @@ class Builder:
 
 def emit_segment(layers: Layers, segment: Segment) -> None:
     """Inputs `x{i}` [-1, ...], weights `w{i}`, outputs `y{i}`."""
-    emitter = Emitter(layers)
+    emitter = Emitter(layers, segment.joined)
     for index, value in enumerate(segment.inputs):
         shape = (-1, *value.row_shape)
         emitter.tensors[value] = layers.input(f"x{index}", shape, layers.data_type(value.dtype))

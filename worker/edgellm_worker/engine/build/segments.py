@@ -29,13 +29,16 @@ class WeightGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """`weight_groups[i]` is the network input `w{i}`; inputs are `x{i}`, outputs `y{i}`."""
+    """`weight_groups[i]` is the network input `w{i}`; inputs are `x{i}`, outputs `y{i}`. A `joined` node gives the whole
+    of its product as its first output: what reads its parts finds them there.
+    """
 
     nodes: tuple[Node, ...]
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     weight_groups: tuple[WeightGroup, ...]
     key: str
+    joined: tuple[Node, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -76,7 +79,7 @@ def cut(graph: Graph, lowering: Lowering = Lowering.ROWS) -> tuple[Step, ...]:
 
     def close() -> None:
         if opened:
-            steps.append(_segment(tuple(opened), consumers, wanted))
+            steps.append(_segment(tuple(opened), consumers, wanted, joins=lowering is Lowering.PRODUCTS))
             opened.clear()
 
     for node in nodes:
@@ -101,23 +104,35 @@ def live_nodes(graph: Graph) -> list[Node]:
     return kept[::-1]
 
 
-def _segment(nodes: tuple[Node, ...], consumers: dict[Value, list[Node]], wanted: set[Value]) -> Segment:
+def _segment(
+    nodes: tuple[Node, ...], consumers: dict[Value, list[Node]], wanted: set[Value], *, joins: bool
+) -> Segment:
     inside = set(nodes)
     inputs: dict[Value, None] = {}
     outputs: list[Value] = []
     groups: list[WeightGroup] = []
+    joined: list[Node] = []
     for node in nodes:
         inputs.update((value, None) for value in node.inputs if value.producer not in inside)
         groups.extend(node_weight_groups(node))
-        outputs.extend(
-            value
-            for value in node.outputs
-            if value in wanted or any(consumer not in inside for consumer in consumers.get(value, ()))
-        )
-    return Segment(nodes, tuple(inputs), tuple(outputs), tuple(groups), _key(nodes, tuple(inputs), tuple(outputs)))
+        read = [value for value in node.outputs if any(user not in inside for user in consumers.get(value, ()))]
+        if joins and node.op is Op.FUSED_LINEAR and read and not _is_taken_apart(node, consumers, wanted, inside):
+            joined.append(node)
+            outputs.append(node.outputs[0])
+            continue
+        outputs.extend(value for value in node.outputs if value in wanted or value in read)
+    parts = (nodes, tuple(inputs), tuple(outputs), tuple(joined))
+    return Segment(nodes, tuple(inputs), tuple(outputs), tuple(groups), _key(*parts), tuple(joined))
 
 
-def _key(nodes: tuple[Node, ...], inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> str:
+def _is_taken_apart(node: Node, consumers: dict[Value, list[Node]], wanted: set[Value], inside: set[Node]) -> bool:
+    """Whether a part of this joint product is wanted by itself, or read within the network."""
+    return any(value in wanted or any(user in inside for user in consumers.get(value, ())) for value in node.outputs)
+
+
+def _key(
+    nodes: tuple[Node, ...], inputs: tuple[Value, ...], outputs: tuple[Value, ...], joined: tuple[Node, ...]
+) -> str:
     numbers = {value: index for index, value in enumerate(inputs)}
     lines = [f"in {value.row_shape} {value.dtype}" for value in inputs]
     for node in nodes:
@@ -125,7 +140,8 @@ def _key(nodes: tuple[Node, ...], inputs: tuple[Value, ...], outputs: tuple[Valu
             numbers[value] = len(numbers)
         used = [numbers[value] for value in node.inputs]
         made = [(numbers[value], value.row_shape, value.dtype.value) for value in node.outputs]
-        lines.append(f"{node.op} {used} {node.attrs} {[_weight_form(weight) for weight in node.weights]} -> {made}")
+        weights = [_weight_form(weight) for weight in node.weights]
+        lines.append(f"{node.op} {used} {node.attrs} {weights} -> {made}{' joined' if node in joined else ''}")
     lines.append(f"out {[numbers[value] for value in outputs]}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
 

@@ -29,9 +29,12 @@ NVFP4_BLOCK = 16
 
 @dataclass(slots=True)
 class Emitter:
-    """`tensors` maps values to network tensors; `weight_names` maps a node's weight groups to network inputs."""
+    """`tensors` maps values to network tensors; `weight_names` maps a node's weight groups to network inputs. Each part
+    of a `joined` node's product is the whole of it.
+    """
 
     layers: Layers
+    joined: tuple[Node, ...] = ()
     tensors: dict[Value, Any] = field(default_factory=dict)
     weight_tensors: dict[str, Any] = field(default_factory=dict)
 
@@ -68,8 +71,8 @@ def _linear(e: Emitter, node: Node, names: tuple[str, ...]) -> tuple[Any, ...]:
 
 def _fused_linear(e: Emitter, node: Node, names: tuple[str, ...]) -> tuple[Any, ...]:
     sizes = _sizes(node)
-    joined = _product(e, node, names, node.weights[: len(sizes)], node.weights[len(sizes) :])
-    return _slices(e.layers, joined, sizes)
+    product = _product(e, node, names, node.weights[: len(sizes)], node.weights[len(sizes) :])
+    return (product,) * len(sizes) if node in e.joined else _slices(e.layers, product, sizes)
 
 
 def _product(

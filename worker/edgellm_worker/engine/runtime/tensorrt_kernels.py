@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, auto
 
 import numpy as np
 
@@ -16,57 +15,26 @@ from edgellm_worker.engine.build.segments import WeightGroup
 from edgellm_worker.engine.errors import BuildError
 from edgellm_worker.engine.ops.graph import KERNEL_OPS, Dtype, Node, Op, Value
 from edgellm_worker.engine.runtime.cuda import Cuda, Kernel
+from edgellm_worker.engine.runtime.tensorrt_layout import HeadChain, is_step
+from edgellm_worker.engine.runtime.tensorrt_place import Binding, Control, Mode, Place
 from edgellm_worker.engine.runtime.tensorrt_row_kernels import RowKernels
 from edgellm_worker.engine.runtime.tensorrt_weights import WeightStore
+
+__all__ = ["Binding", "Control", "Kernels", "Launch", "Mode", "Place"]
 
 Launch = Callable[[], None]
 
 SPAN = 128  # cache positions per attention block where the context is split
 _TILE = 64
 _ENOUGH_BLOCKS = 96  # query blocks that fill a GPU without splitting the context
-
-
-class Mode(Enum):
-    """STEP keeps this pass's per-token results pending in the state; PREFILL folds them itself at the end."""
-
-    STEP = auto()
-    PREFILL = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """Where a value lives; integer values may lie `stride` elements apart."""
-
-    pointer: int
-    stride: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """Device arrays shared by all calls of a program: slots int32 [B] and, per slot, which pending half is current."""
-
-    slots: int
-    parity: int
-    batch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What a call needs of its program: the bindings of values, the mode, the control arrays, and the sums that the
-    norms after them compute.
-    """
-
-    binding: Callable[[Value], Binding]
-    mode: Mode
-    control: Control
-    fused: frozenset[Node] = frozenset()
-
-    def pointer(self, value: Value) -> int:
-        return self.binding(value).pointer
+_STEP_ROWS, _STEP_WARPS = 16, 8  # a block of attend_step: query rows, warps
+_STEP_SPLIT_AT, _STEP_SPLITS = 512, 16  # positions that one block takes, and the most blocks that share a context
+_PIECES = (16, 32, 64)  # scores a thread of the candidates' kernel holds
+_CANDIDATES_PER_BLOCK = 4096
 
 
 class Kernels:
-    """Compiles each kernel once per set of macros. Scratch for split attention is shared: calls run one at a time."""
+    """Compiles each kernel once per set of macros. Scratch of split work is shared: calls run one at a time."""
 
     def __init__(self, cuda: Cuda, weights: WeightStore) -> None:
         self._cuda = cuda
@@ -142,6 +110,9 @@ class Kernels:
         return self.call(kernel, (node.inputs[0].num_rows, 1, 1), threads, *pointers, half, magnitude)
 
     def attend(self, node: Node, place: Place) -> Launch:
+        """Steps have a kernel of their own; this one takes prompt pieces."""
+        if is_step(node):
+            return self._attend_step(node, place)
         q, k, v, cache_k, cache_v, start = node.inputs
         scale, k_scale, v_scale = (float(str(value)) for value in node.attrs)
         batch, tokens, num_heads, dim = q.shape
@@ -154,15 +125,51 @@ class Kernels:
         macros = {"HQ": num_heads, "HKV": num_kv_heads, "D": dim, "L": capacity, "QROWS": q_rows, "SPAN": span}
         macros["KV_FP8"] = int(cache_k.dtype is Dtype.FP8)
         shared = (q_rows + _TILE) * (dim + 8) * 2 + q_rows * ((_TILE + 4) * 4 + (_TILE + 8) * 2 + 12) + 16
-        kernel = self.kernel("attend", "attend", "pppppppppp" + "ifff", macros, shared)
+        kernel = self.kernel("attend", "attend", "p" * 10 + "iiiifff", macros, shared)
         cells = batch * num_kv_heads * q_blocks
-        partial, arrived = self._attention_scratch(cells, 4 * splits * q_rows * (dim + 2) if splits > 1 else 4)
-        pointers = [place.pointer(value) for value in (q, k, v, cache_k, cache_v, start)]
+        partial, arrived = self._split_scratch(cells, 4 * splits * q_rows * (dim + 2) if splits > 1 else 4)
+        values = place.heads(v)
+        pointers = [place.pointer(q), place.pointer(k), values.pointer]
+        pointers += [place.pointer(value) for value in (cache_k, cache_v, start)]
         pointers += [place.control.slots, place.pointer(node.outputs[0]), partial, arrived]
         grid = (q_blocks * splits, num_kv_heads, batch)
-        return self.call(kernel, grid, 128, *pointers, tokens, scale, k_scale, v_scale)
+        sizes = (tokens, num_kv_heads * dim, values.pitch, values.step)
+        return self.call(kernel, grid, 128, *pointers, *sizes, scale, k_scale, v_scale)
 
-    def _attention_scratch(self, cells: int, bytes_per_cell: int) -> tuple[int, int]:
+    def _attend_step(self, node: Node, place: Place) -> Launch:
+        q, _, v, cache_k, cache_v, start = node.inputs
+        scale, k_scale, v_scale = (float(str(value)) for value in node.attrs)
+        batch, tokens, num_heads, dim = q.shape
+        _, num_kv_heads, capacity, _ = cache_k.shape
+        query, key = (HeadChain.of(value, place.fused) for value in node.inputs[:2])
+        q_blocks = -(-tokens * (num_heads // num_kv_heads) // _STEP_ROWS)
+        splits = min(-(-capacity // _STEP_SPLIT_AT), _STEP_SPLITS)
+        macros = {"HQ": num_heads, "HKV": num_kv_heads, "D": dim, "L": capacity, "SPLITS": splits}
+        macros |= {"KV_FP8": int(cache_k.dtype is Dtype.FP8), "NORM": int(query.norm is not None)}
+        macros["ROT"] = query.rotary.inputs[1].shape[-1] if query.rotary is not None else 0
+        shared = 2 * 3 * _STEP_ROWS * (dim + 8) + 4 * _STEP_WARPS * _STEP_ROWS * (dim + 4 + 2) + 16
+        kernel = self.kernel("attend_step", "attend_step", "p" * 14 + "i" * 7 + "fffff", macros, shared)
+        cells = batch * num_kv_heads * q_blocks
+        partial, arrived = self._split_scratch(cells, 4 * splits * _STEP_ROWS * (dim + 4))
+        heads = [place.heads(value) for value in (query.source, key.source, v)]
+        angles = query.rotary.inputs[1:] if query.rotary is not None else ()
+        pointers = [one.pointer for one in heads]
+        pointers += [place.pointer(value) for value in (cache_k, cache_v, start)]
+        pointers += [place.control.slots, place.pointer(node.outputs[0]), partial, arrived]
+        pointers += [place.pointer(value) for value in angles] or [0, 0]
+        pointers += [self._norm_weight(chain) for chain in (query, key)]
+        strides = [number for one in heads for number in (one.pitch, one.step)]
+        eps, is_zero_centred = query.norm.attrs[:2] if query.norm is not None else (0.0, False)
+        grid = (q_blocks * splits, num_kv_heads, batch)
+        scales = (scale, k_scale, v_scale, float(str(eps)), float(bool(is_zero_centred)))
+        return self.call(kernel, grid, 32 * _STEP_WARPS, *pointers, tokens, *strides, *scales)
+
+    def _norm_weight(self, chain: HeadChain) -> int:
+        if chain.norm is None:
+            return 0
+        return self._weights.vector(WeightGroup((chain.norm.weights[0],), is_matrix=False))
+
+    def _split_scratch(self, cells: int, bytes_per_cell: int) -> tuple[int, int]:
         need = cells * max(bytes_per_cell, 4)
         for (num_bytes, num_cells), scratch in self._scratch.items():
             if num_bytes >= need and num_cells >= cells:
@@ -176,9 +183,11 @@ class Kernels:
         if pending.producer is None:
             return None
         channels = pending.shape[-1]
-        kernel = self.kernel("conv", "conv_commit", "ppppi", {"C": channels})
-        pointers = (place.pointer(pending), place.pointer(tail), place.pointer(commit), place.control.slots)
-        return self.call(kernel, (-(-channels // 128), place.control.batch, 1), 128, *pointers, pending.shape[1])
+        kernel = self.kernel("conv", "conv_commit", "ppppii", {"C": channels})
+        source, pitch = place.rows(pending)
+        pointers = (source, place.pointer(tail), place.pointer(commit), place.control.slots)
+        grid = (-(-channels // 128), place.control.batch, 1)
+        return self.call(kernel, grid, 128, *pointers, pending.shape[1], pitch)
 
     def causal_conv(self, node: Node, place: Place) -> Launch:
         x, tail = node.inputs
@@ -189,26 +198,27 @@ class Kernels:
         if node.weights[0].shape[-1] != 4:
             raise BuildError(f"the convolution kernel has 4 taps, this model {node.weights[0].shape[-1]}")
         weight = self._weights.vector(WeightGroup((node.weights[0],), is_matrix=False))
-        kernel = self.kernel("conv", "causal_conv", "pppppppiii", {"C": channels})
-        pointers = [place.pointer(x), place.pointer(tail), place.pointer(pending), weight, place.pointer(commit)]
+        kernel = self.kernel("conv", "causal_conv", "p" * 7 + "iiii", {"C": channels})
+        source, pitch = place.rows(x)
+        pointers = [source, place.pointer(tail), place.pointer(pending), weight, place.pointer(commit)]
         pointers += [place.control.slots, place.pointer(node.outputs[0])]
         keep = int(place.mode is Mode.STEP)
         grid = (-(-channels // 128), batch, 1)
-        return self.call(kernel, grid, 128, *pointers, tokens, pending.shape[1], keep)
+        return self.call(kernel, grid, 128, *pointers, tokens, pending.shape[1], keep, pitch)
 
     def gated_delta_rule(self, node: Node, place: Place) -> Launch:
         q, k, v, log_g, beta, state, pending_k, pending_u, pending_log_g, commit = node.inputs
         batch, tokens = q.shape[:2]
         out, _, u = node.outputs
-        kernel = self.kernel("delta", "gated_delta_rule", "p" * 14 + "iii", _delta_macros(k, state))
-        pointers = [
-            place.pointer(value) for value in (q, k, v, log_g, beta, state, pending_k, pending_u, pending_log_g)
-        ]
+        kernel = self.kernel("delta", "gated_delta_rule", "p" * 14 + "iiii", _delta_macros(k, state))
+        values = place.heads(v)
+        pointers = [place.pointer(q), place.pointer(k), values.pointer]
+        pointers += [place.pointer(value) for value in (log_g, beta, state, pending_k, pending_u, pending_log_g)]
         pointers += [place.pointer(commit), place.control.slots, place.control.parity, place.pointer(out)]
         keep = place.mode is Mode.STEP
         pointers.append(0 if keep else place.pointer(u))
         grid = (state.shape[3] // 32, state.shape[1], batch)
-        return self.call(kernel, grid, 256, *pointers, tokens, pending_u.shape[1], int(keep))
+        return self.call(kernel, grid, 256, *pointers, tokens, pending_u.shape[1], int(keep), values.pitch)
 
     def delta_fold(self, node: Node, place: Place) -> Launch:
         state, k, u, log_g, commit = node.inputs
@@ -223,17 +233,54 @@ class Kernels:
         return self.call(kernel, (_rows(x), 1, 1), 1024, place.pointer(x), out.pointer, x.shape[-1], out.stride)
 
     def top_k(self, node: Node, place: Place) -> Launch:
+        """With the log-sum-exp of the same scores, where the caller wants that too."""
         x, (values, ids) = node.inputs[0], node.outputs
-        k = values.shape[-1]
-        if k > 256:
-            raise BuildError(f"top_k: at most 256 candidates, not {k}")
-        pointers = (place.pointer(x), place.pointer(values), place.pointer(ids))
-        return self.call(self.token_kernel("top_k", "pppii"), (_rows(x), 1, 1), 512, *pointers, x.shape[-1], k)
+        sums = [one for one in place.fused if one.op is Op.LOG_SUM_EXP and one.inputs[0] is x]
+        log_sum_exp = place.pointer(sums[0].outputs[0]) if sums else 0
+        pieces = self._pieces(x, values.shape[-1])
+        merge = self.kernel("candidates", "merge", "ppppp", pieces.macros)
+        pointers = (pieces.found, pieces.sums, place.pointer(values), place.pointer(ids), log_sum_exp)
+        return self._after_pieces(pieces, place.pointer(x), self.call(merge, (_rows(x), 1, 1), 256, *pointers))
 
-    def log_sum_exp(self, node: Node, place: Place) -> Launch:
+    def log_sum_exp(self, node: Node, place: Place) -> Launch | None:
+        if node in place.fused:
+            return None
         x = node.inputs[0]
-        pointers = (place.pointer(x), place.pointer(node.outputs[0]))
-        return self.call(self.token_kernel("log_sum_exp", "ppi"), (_rows(x), 1, 1), 1024, *pointers, x.shape[-1])
+        pieces = self._pieces(x, 1)
+        merge = self.kernel("candidates", "merge_sums", "pp", pieces.macros)
+        call = self.call(merge, (_rows(x), 1, 1), 32, pieces.sums, place.pointer(node.outputs[0]))
+        return self._after_pieces(pieces, place.pointer(x), call)
+
+    def _pieces(self, x: Value, count: int) -> _Pieces:
+        """How a row of scores is cut, and the scratch that its pieces leave their candidates and sums in."""
+        vocab, rows = x.shape[-1], _rows(x)
+        for per_thread in _PIECES:
+            parts = -(-vocab // (256 * per_thread))
+            if count <= 256 and parts * count <= _CANDIDATES_PER_BLOCK:
+                found, _ = self._split_scratch(rows, 8 * parts * (count + 1))
+                macros = {"K": count, "PER": per_thread, "PARTS": parts}
+                return _Pieces(macros, rows, vocab, found, found + 8 * rows * parts * count)
+        raise BuildError(f"top_k: {count} candidates of {vocab} scores are too many")
+
+    def _after_pieces(self, pieces: _Pieces, scores: int, then: Launch) -> Launch:
+        kernel = self.kernel("candidates", "parts", "pppi", pieces.macros)
+        grid = (pieces.macros["PARTS"], pieces.num_rows, 1)
+        first = self.call(kernel, grid, 256, scores, pieces.found, pieces.sums, pieces.vocab)
+
+        def launch() -> None:
+            first()
+            then()
+
+        return launch
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    macros: dict[str, int]
+    num_rows: int
+    vocab: int
+    found: int
+    sums: int
 
 
 def _rows(x: Value) -> int:

@@ -17,39 +17,6 @@
 #define MT (QROWS / 16)
 #define SPLITS ((L + SPAN - 1) / SPAN)
 #define DN (D / 32)  // n-tiles of 8 output columns per warp
-#if KV_FP8
-typedef u8 kv_t;
-#else
-typedef half_t kv_t;
-#endif
-
-__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-#if KV_FP8
-__device__ __forceinline__ uint4 widen(uint2 packed) {  // 8 e4m3 -> 8 float16
-  uint4 r;
-  asm("{.reg .b16 a,b,c,d; mov.b32 {a,b}, %4; mov.b32 {c,d}, %5;"
-      "cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; cvt.rn.f16x2.e4m3x2 %2, c; cvt.rn.f16x2.e4m3x2 %3, d;}"
-      : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-      : "r"(packed.x), "r"(packed.y));
-  return r;
-}
-__device__ __forceinline__ u32 narrow2(u32 halves, float inverse) {  // 2 float16 / scale -> 2 e4m3 in the low 16 bits
-  u32 r;
-  const float low = h2f(halves & 0xffff) * inverse, high = h2f(halves >> 16) * inverse;
-  asm("{.reg .b16 a; cvt.rn.satfinite.e4m3x2.f32 a, %1, %2; cvt.u32.u16 %0, a;}" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-__device__ __forceinline__ uint2 narrow(uint4 v, float inverse) {
-  return make_uint2(narrow2(v.x, inverse) | narrow2(v.y, inverse) << 16,
-                    narrow2(v.z, inverse) | narrow2(v.w, inverse) << 16);
-}
-#endif
-
 // One 8-element piece of a cache tile: from the new tokens or from the cache, as float16 in units of the scale.
 __device__ __forceinline__ uint4 piece(const kv_t* cache_row, const half_t* fresh_row, bool is_new, kv_t* store,
                                        float inverse) {
@@ -84,13 +51,13 @@ struct Tiles {
 };
 
 __device__ void load_tile(Tiles& sh, const kv_t* cache, const half_t* fresh, kv_t* store, int from, int end, int start,
-                          float inverse) {
+                          int pitch, float inverse) {
   for (int i = threadIdx.x; i < TILE * (D / 8); i += 128) {
     const int r = i / (D / 8), c = (i % (D / 8)) * 8, at = from + r;
     uint4 value = make_uint4(0, 0, 0, 0);
     if (at < end) {
       const bool is_new = at >= start;
-      value = piece(cache + (size_t)at * D + c, fresh + (size_t)(at - start) * HKV * D + c, is_new,
+      value = piece(cache + (size_t)at * D + c, fresh + (size_t)(at - start) * pitch + c, is_new,
                     store ? store + (size_t)at * D + c : store, inverse);
     }
     *(uint4*)&sh.kv[r][c] = value;
@@ -101,8 +68,9 @@ extern "C" __global__ void __launch_bounds__(128) attend(const half_t* __restric
                                                          const half_t* __restrict__ v, kv_t* cache_k, kv_t* cache_v,
                                                          const int* __restrict__ starts, const int* __restrict__ slots,
                                                          half_t* __restrict__ out, float* __restrict__ partial,
-                                                         int* __restrict__ arrived, int num_tokens, float scale,
-                                                         float k_scale, float v_scale) {
+                                                         int* __restrict__ arrived, int num_tokens, int k_pitch,
+                                                         int v_pitch, int v_step, float scale, float k_scale,
+                                                         float v_scale) {
   extern __shared__ char raw_shared[];
   Tiles& sh = *(Tiles*)raw_shared;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, pair = lane % 4;
@@ -118,8 +86,8 @@ extern "C" __global__ void __launch_bounds__(128) attend(const half_t* __restric
   const int stop = min(begin + SPAN, end), num_splits = (end + SPAN - 1) / SPAN;
 
   const size_t cache_at = (size_t)(slot * HKV + head) * L * D;
-  const half_t* k_new = k + ((size_t)b * num_tokens * HKV + head) * D;
-  const half_t* v_new = v + ((size_t)b * num_tokens * HKV + head) * D;
+  const half_t* k_new = k + (size_t)b * num_tokens * k_pitch + head * D;
+  const half_t* v_new = v + (size_t)b * num_tokens * v_pitch + head * v_step;
   for (int i = threadIdx.x; i < QROWS * (D / 8); i += 128) {
     const int r = i / (D / 8), c = (i % (D / 8)) * 8, row = first_row + r;
     uint4 value = make_uint4(0, 0, 0, 0);
@@ -140,7 +108,8 @@ extern "C" __global__ void __launch_bounds__(128) attend(const half_t* __restric
   const float to_log2 = scale * k_scale * 1.44269504f;
   for (int from = begin; from < stop; from += TILE) {
     __syncthreads();
-    load_tile(sh, cache_k + cache_at, k_new, writes ? cache_k + cache_at : (kv_t*)0, from, stop, start, 1.f / k_scale);
+    load_tile(sh, cache_k + cache_at, k_new, writes ? cache_k + cache_at : (kv_t*)0, from, stop, start, k_pitch,
+              1.f / k_scale);
     __syncthreads();
     // scores: warp w takes cache positions 16w .. 16w+15 of the tile
     float s[MT][2][4];
@@ -177,7 +146,8 @@ extern "C" __global__ void __launch_bounds__(128) attend(const half_t* __restric
           sh.s[i * 16 + quad + (e / 2) * 8][warp * 16 + j * 8 + pair * 2 + e % 2] = s[i][j][e];
     __syncthreads();
     // V over K while the softmax runs: nothing reads the K tile any more
-    load_tile(sh, cache_v + cache_at, v_new, writes ? cache_v + cache_at : (kv_t*)0, from, stop, start, 1.f / v_scale);
+    load_tile(sh, cache_v + cache_at, v_new, writes ? cache_v + cache_at : (kv_t*)0, from, stop, start, v_pitch,
+              1.f / v_scale);
     // softmax: 4 lanes per row, 16 positions each
     for (int r = threadIdx.x / 4; r < QROWS; r += 32) {
       const int limit = min(start + (first_row + r) / G + 1, stop) - from;  // visible positions of this tile

@@ -23,3 +23,38 @@ __device__ __forceinline__ float warp_sum(float v) {
   for (int m = 16; m; m >>= 1) v += __shfl_xor_sync(0xffffffffu, v, m);
   return v;
 }
+
+#ifdef KV_FP8  // what both attention kernels need
+#if KV_FP8
+typedef u8 kv_t;
+#else
+typedef half_t kv_t;
+#endif
+
+__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+#if KV_FP8
+__device__ __forceinline__ uint4 widen(uint2 packed) {  // 8 e4m3 -> 8 float16
+  uint4 r;
+  asm("{.reg .b16 a,b,c,d; mov.b32 {a,b}, %4; mov.b32 {c,d}, %5;"
+      "cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; cvt.rn.f16x2.e4m3x2 %2, c; cvt.rn.f16x2.e4m3x2 %3, d;}"
+      : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+      : "r"(packed.x), "r"(packed.y));
+  return r;
+}
+__device__ __forceinline__ u32 narrow2(u32 halves, float inverse) {  // 2 float16 / scale -> 2 e4m3 in the low 16 bits
+  u32 r;
+  const float low = h2f(halves & 0xffff) * inverse, high = h2f(halves >> 16) * inverse;
+  asm("{.reg .b16 a; cvt.rn.satfinite.e4m3x2.f32 a, %1, %2; cvt.u32.u16 %0, a;}" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ uint2 narrow(uint4 v, float inverse) {
+  return make_uint2(narrow2(v.x, inverse) | narrow2(v.y, inverse) << 16,
+                    narrow2(v.z, inverse) | narrow2(v.w, inverse) << 16);
+}
+#endif
+#endif

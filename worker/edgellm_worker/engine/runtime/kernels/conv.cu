@@ -3,11 +3,12 @@
 // tail [slots, 3, C] holds the last three inputs of committed tokens, pending [slots, P, C] the last pass's inputs.
 // With n = commit[b]: new tail = rows n..n+2 of [tail; pending]. A channel is private to its thread, so both are replaced
 // in place: new tail, then this pass's inputs as the new pending.
-// Compile-time: C channels.
+// x's rows lie `pitch` apart. Compile-time: C channels.
 extern "C" __global__ void causal_conv(const half_t* __restrict__ x, half_t* __restrict__ tail,
                                        half_t* __restrict__ pending, const float* __restrict__ weight,
                                        const int* __restrict__ commit, const int* __restrict__ slots,
-                                       float* __restrict__ out, int num_tokens, int pending_rows, int keep_pending) {
+                                       float* __restrict__ out, int num_tokens, int pending_rows, int keep_pending,
+                                       int pitch) {
   const int c = blockIdx.x * blockDim.x + threadIdx.x, b = blockIdx.y;
   if (c >= C) return;
   const int slot = slots[b];
@@ -24,7 +25,7 @@ extern "C" __global__ void causal_conv(const half_t* __restrict__ x, half_t* __r
   const float w0 = weight[c * 4], w1 = weight[c * 4 + 1], w2 = weight[c * 4 + 2], w3 = weight[c * 4 + 3];
   float a0 = h2f(h[0]), a1 = h2f(h[1]), a2 = h2f(h[2]);
   for (int t = 0; t < num_tokens; ++t) {
-    const half_t raw = x[((size_t)b * num_tokens + t) * C + c];
+    const half_t raw = x[((size_t)b * num_tokens + t) * pitch + c];
     const float now = h2f(raw);
     const float y = w0 * a0 + w1 * a1 + w2 * a2 + w3 * now;
     out[((size_t)b * num_tokens + t) * C + c] = y / (1.f + __expf(-y));
@@ -35,7 +36,8 @@ extern "C" __global__ void causal_conv(const half_t* __restrict__ x, half_t* __r
 
 // The commit alone, at the end of a prefill chunk: pending is the chunk's own input [B, N, C].
 extern "C" __global__ void conv_commit(const half_t* __restrict__ x, half_t* __restrict__ tail,
-                                       const int* __restrict__ commit, const int* __restrict__ slots, int num_tokens) {
+                                       const int* __restrict__ commit, const int* __restrict__ slots, int num_tokens,
+                                       int pitch) {
   const int c = blockIdx.x * blockDim.x + threadIdx.x, b = blockIdx.y;
   if (c >= C) return;
   half_t* tail_row = tail + (size_t)slots[b] * 3 * C + c;
@@ -43,7 +45,7 @@ extern "C" __global__ void conv_commit(const half_t* __restrict__ x, half_t* __r
   half_t h[3];
 #pragma unroll
   for (int j = 0; j < 3; ++j)
-    h[j] = n + j < 3 ? tail_row[(size_t)(n + j) * C] : x[((size_t)b * num_tokens + n + j - 3) * C + c];
+    h[j] = n + j < 3 ? tail_row[(size_t)(n + j) * C] : x[((size_t)b * num_tokens + n + j - 3) * pitch + c];
 #pragma unroll
   for (int j = 0; j < 3; ++j) tail_row[(size_t)j * C] = h[j];
 }

@@ -9,7 +9,7 @@
 // One pass therefore reads and writes S once, and all products with S share those reads.
 //
 // Compile-time: HK, HV key and value heads; DK, DV head sizes (multiples of 8 and 32).
-// Pending k and log g are kept twice, selected by parity[slot]: every block of a key head reads the old ones while one
+// Tokens of v lie v_pitch apart; the rest is dense. Pending k and log g are kept twice, selected by parity[slot]: every block of a key head reads the old ones while one
 // of them writes the new. u is private to its columns and is replaced in place.
 #define WARPS 8
 #define ROWS (DK / WARPS)
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(256) gated_delta_rule(
     const float* __restrict__ log_g, const float* __restrict__ beta, float* __restrict__ state, float* pending_k,
     float* pending_u, float* pending_log_g, const int* __restrict__ commit, const int* __restrict__ slots,
     const int* __restrict__ parity, float* __restrict__ out, float* __restrict__ u_out, int num_tokens,
-    int pending_rows, int keep_pending) {
+    int pending_rows, int keep_pending, int v_pitch) {
   __shared__ Shared sh;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int tile = blockIdx.x, hv = blockIdx.y, b = blockIdx.z;
@@ -146,13 +146,13 @@ extern "C" __global__ void __launch_bounds__(256) gated_delta_rule(
     __syncthreads();
     if (warp == 0) {
       float u[BLOCK];
-      const float* v_row = v + row * HV * DV + hv * DV + column;
+      const float* v_row = v + row * v_pitch + hv * DV + column;
       float* o_row = out + row * HV * DV + hv * DV + column;
 #pragma unroll
       for (int t = 0; t < BLOCK; ++t) {
         if (t < m) {
           const float decay = __expf(sh.c[t]);
-          float x = v_row[(size_t)t * HV * DV] - decay * sh.sums[2 * t][lane];
+          float x = v_row[(size_t)t * v_pitch] - decay * sh.sums[2 * t][lane];
 #pragma unroll
           for (int i = 0; i < BLOCK; ++i)
             if (i < t) x -= sh.kk[t][i] * u[i];
