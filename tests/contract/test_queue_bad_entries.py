@@ -9,7 +9,7 @@ import msgpack
 from edgellm_producer import Job, Status
 from edgellm_producer.keys import GROUP
 from edgellm_producer.wire import encode
-from tests.support.queue_rig import NORMAL, Rig, ids, ok
+from tests.support.queue_rig import HIGH, NORMAL, Rig, ids, ok
 
 
 def put(rig: Rig, **fields: bytes | str) -> str:
@@ -144,3 +144,36 @@ def mutated(dice: random.Random, model: bytes, number: int) -> bytes:
 
 def extra(dice: random.Random, number: int) -> dict[bytes, bytes]:
     return {b"id": dice.choice([f"job-{number}".encode(), dice.randbytes(4)])} if dice.random() < 0.5 else {}
+
+
+async def test_one_lane_that_is_no_stream_stops_no_other(rig: Rig) -> None:
+    """A stranger's key where a lane should be: at the start, while others are read, claimed, swept and counted."""
+    rig.admin.set(rig.keys.lane(HIGH), "squatter")
+    worker, second = await rig.worker("w1"), await rig.worker("w2")
+    jobs = [await rig.submit() for _ in range(2)]
+    deliveries = await worker.take(9)
+    assert ids(deliveries) == [job.id for job in jobs]
+    rig.end_lease(deliveries[0], "w1")
+    assert ids(await second.take(9)) == [deliveries[0].id]
+    await second.sweep()
+    assert (await second.stats()).pending == 2
+    assert await worker.finish([ok(d) for d in deliveries]) == [True] * 2
+    healed = await rig.submit(priority="high")
+    assert ids(await worker.take(9)) == [healed.id]
+
+
+async def test_a_lane_that_is_overwritten_has_its_jobs_answered_and_takes_new_ones(rig: Rig) -> None:
+    worker = await rig.worker()
+    lost, delayed = await rig.submit(priority="high"), await rig.submit(priority="high")
+    (_, delivery) = await worker.take(2)
+    worker.forget([delivery])
+    await worker.retry(delivery, delay_s=0, reason="engine died")
+    rig.admin.set(rig.keys.lane(HIGH), "squatter")
+    rig.admin.zadd(rig.keys.checks, {lost.id: 1})
+    rig.admin.hset(rig.keys.job(lost.id), "begun", "")
+    await worker.sweep()
+    (again,) = await worker.take(9)
+    assert again.id == delayed.id
+    reply = await lost.reply(timeout=5)
+    assert reply.error is not None
+    assert reply.error.code == "entry_deleted"

@@ -23,10 +23,27 @@ local function held_key(lane, tenant) return P .. 'held:' .. lane .. ':' .. tena
 
 local function is_set(value) return value and value ~= '' end
 
+-- XADD. Whatever else lies under the key of a stream was put there by a stranger: it goes. Any other refusal stands.
+local function add_to_stream(key, ...)
+  local entry = redis.pcall('XADD', key, '*', ...)
+  if type(entry) == 'table' and entry.err then
+    local kind_there = redis.call('TYPE', key).ok
+    if kind_there ~= 'stream' and kind_there ~= 'none' then redis.call('DEL', key) end
+    entry = redis.call('XADD', key, '*', ...)
+  end
+  return entry
+end
+
+-- A lane whose key is no stream holds nothing; it stops no other lane.
+local function lane_length(lane)
+  local length = redis.pcall('XLEN', lane_key(lane))
+  return type(length) == 'number' and length or 0
+end
+
 -- Everything that waits or runs: lanes hold their entries in flight too, as finishing deletes them.
 local function queue_length()
   local total = redis.call('ZCARD', P .. 'delayed')
-  for _, lane in ipairs(LANES) do total = total + redis.call('XLEN', lane_key(lane)) end
+  for _, lane in ipairs(LANES) do total = total + lane_length(lane) end
   if redis.call('EXISTS', tenants_key('high'), tenants_key('normal'), tenants_key('low')) > 0 then
     for _, lane in ipairs(LANES) do
       total = total + (tonumber(redis.call('HGET', tenants_key(lane), '*')) or 0)
@@ -48,7 +65,7 @@ local function count_held(lane, change)
 end
 
 local function enter_lane(lane, id, tenant, payload)
-  local entry = redis.call('XADD', lane_key(lane), '*', 'id', id, 'job', payload)
+  local entry = add_to_stream(lane_key(lane), 'id', id, 'job', payload)
   redis.call('HSET', job_key(id), 'at', 'lane', 'lane', lane, 'entry', entry)
   if is_set(tenant) then redis.call('HINCRBY', tenants_key(lane), tenant, 1) end
   return entry
@@ -74,7 +91,7 @@ local function leave_lane(lane, tenant)
 end
 
 local function has_entry(lane, entry)
-  return is_set(entry) and #redis.call('XRANGE', lane_key(lane), entry, entry) > 0
+  return is_set(entry) and #redis.pcall('XRANGE', lane_key(lane), entry, entry) > 0
 end
 
 -- When the sweep looks whether a job is still where its record says (sweep.lua): after a minute, then at twice that age.
@@ -84,7 +101,7 @@ end
 
 local function drop_entry(lane, entry)
   redis.pcall('XACK', lane_key(lane), GROUP, entry)
-  redis.call('XDEL', lane_key(lane), entry)
+  redis.pcall('XDEL', lane_key(lane), entry)
 end
 
 -- A member of `delayed` is one header line of words, then the envelope: it outlives the loss of job:<id>.
@@ -123,15 +140,9 @@ local function forget(id, status)
   return at == 'lane' and entry or nil
 end
 
--- Whatever else lies under the key of a reply was put there by a stranger: it goes. Any other refusal stands.
 local function add_to_reply(id, kind, payload, ttl_ms)
-  local reply = P .. 'reply:' .. id
-  if redis.pcall('XADD', reply, '*', kind, payload).err then
-    local kind_there = redis.call('TYPE', reply).ok
-    if kind_there ~= 'stream' and kind_there ~= 'none' then redis.call('DEL', reply) end
-    redis.call('XADD', reply, '*', kind, payload)
-  end
-  redis.call('PEXPIRE', reply, ttl_ms)
+  add_to_stream(P .. 'reply:' .. id, kind, payload)
+  redis.call('PEXPIRE', P .. 'reply:' .. id, ttl_ms)
 end
 
 -- The fence. The first answer becomes visible, whoever gives it. Returns whether this one is visible (true also when its

@@ -51,7 +51,7 @@ local function submit(first)
     count_held(lane, 1)
     call('HSET', job_key(id), 'held', envelope)
   else
-    entry, place = call('XADD', lane_key(lane), '*', 'id', id, 'job', envelope), 'lane'
+    entry, place = add_to_stream(lane_key(lane), 'id', id, 'job', envelope), 'lane'
     if tenant ~= '' then call('HINCRBY', tenants_key(lane), tenant, 1) end
   end
   call('HSET', job_key(id), 'at', place, 'lane', lane, 'entry', entry, 'time', now_text, 'ttl', ttl_ms)

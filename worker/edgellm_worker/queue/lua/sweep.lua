@@ -6,7 +6,6 @@ local now = now_ms()
 
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', P .. 'delayed', '-inf', text(now), 'LIMIT', 0, most)) do
   local id, lane, attempt, time, start = string.match(member, '^(%S+) (%S+) (%d+) (%d+)\n()')
-  redis.call('ZREM', P .. 'delayed', member)
   local done = redis.call('GET', P .. 'done:' .. id)
   if done then
     forget(id, string.match(done, '^(%S+)'))
@@ -15,6 +14,7 @@ for _, member in ipairs(redis.call('ZRANGEBYSCORE', P .. 'delayed', '-inf', text
     if not job[2] then redis.call('HSET', job_key(id), 'attempt', attempt, 'time', time) end
     if not job[2] or job[2] == 'delayed' then enter_lane(lane, id, job[1], string.sub(member, start)) end
   end
+  redis.call('ZREM', P .. 'delayed', member)
 end
 
 local expired = {}

@@ -16,7 +16,7 @@ end
 
 -- An empty lane has nothing to read; its group matters only to those who look through what is pending.
 for _, lane in ipairs(LANES) do
-  if ARGV[6] == '1' or ARGV[7] == '1' or redis.call('XLEN', lane_key(lane)) > 0 then last[lane] = last_delivered(lane) end
+  if ARGV[6] == '1' or ARGV[7] == '1' or lane_length(lane) > 0 then last[lane] = last_delivered(lane) end
 end
 
 -- A read whose reply was lost left its entries under this consumer's name.
