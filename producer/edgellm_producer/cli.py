@@ -24,7 +24,7 @@ from edgellm_producer.client import Producer
 from edgellm_producer.dead import DeadLetter, DeadLetters, UnknownDeadLetter
 from edgellm_producer.errors import EdgellmError, JobError, JobRejected, ProtocolError, QueueUnreachable, UnknownJob
 from edgellm_producer.gateway import command as gateway
-from edgellm_producer.job import SubmittedJob, raise_for_status
+from edgellm_producer.job import JobState, SubmittedJob, raise_for_status
 from edgellm_producer.keys import Priority
 from edgellm_producer.shell import explained, flush, leave_to_nobody
 from edgellm_producer.streaming import Restarted
@@ -183,9 +183,13 @@ async def _result(producer: Producer, arguments: Arguments) -> int:
 
 async def _status(producer: Producer, arguments: Arguments) -> int:
     status = await producer.status(arguments.id)
-    ended = "" if status.status is None else f" {status.status}"
-    print(f"{status.id} {status.state}{ended} attempt={status.attempt}")
-    return ExitCode.OPERATOR if status.state == "unknown" else ExitCode.DONE
+    words = [status.id, status.state.value]
+    if status.status is not None:
+        words.append(status.status)
+    elif status.state is not JobState.UNKNOWN:  # the queue keeps no count of what is over
+        words.append(f"attempt={status.attempt}")
+    print(*words)
+    return ExitCode.OPERATOR if status.state is JobState.UNKNOWN else ExitCode.DONE
 
 
 async def _cancel(producer: Producer, arguments: Arguments) -> int:

@@ -57,7 +57,7 @@ async def test_no_wait_status_and_cancel(one_rig: Rig, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.splitlines() == [
         f"{job_id} queued attempt=0",
         "cancelled",
-        f"{job_id} done cancelled attempt=0",
+        f"{job_id} done cancelled",
     ]
     assert await run(one_rig, "cancel", "nope") == 2
 
