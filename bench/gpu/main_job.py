@@ -307,6 +307,11 @@ def by_reference(model: Path) -> list[tuple[list[int], list[float]]]:
     return found
 
 
+def show_logs(folder: Path) -> None:
+    for log in sorted(folder.rglob("*.log")):
+        print(f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-12:], sep="\n", flush=True)
+
+
 PARTS = {"build": plan_and_build, "serve": serve_and_compare, "end": end_workers, "fp8": serve_fp8_kv}
 
 
@@ -323,6 +328,8 @@ def main() -> int:
                 PARTS[name](job)
             except Exception as error:  # noqa: BLE001 - the other parts are still worth running
                 checks.see(name, False, f"{type(error).__name__}: {error}")
+        if checks.num_failed:
+            show_logs(Path(folder))
     save("main_job.json", checks.results)
     say(f"main job: {len(checks.results)} checks, {checks.num_failed} failed")
     return int(checks.num_failed > 0)
