@@ -8,18 +8,16 @@ own queue is full, which `max_batch_size` rows cannot fill: a refusal fails the 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from edgellm_worker.engine.api import EngineLimits, EngineTraits, GenerationRequest, StepReport
-from edgellm_worker.engine.edgellm.book import RowBook
 from edgellm_worker.engine.edgellm.call import native_request
-from edgellm_worker.engine.edgellm.fields import batch_fields
 from edgellm_worker.engine.edgellm.prompt import PromptText
+from edgellm_worker.engine.edgellm.row_engine import RowEngine, reads_otherwise
 from edgellm_worker.engine.edgellm.rows import Row
-from edgellm_worker.engine.edgellm.rules import EdgeLlmRules, drafting_off, length_class
-from edgellm_worker.engine.errors import CapacityError, EngineError
+from edgellm_worker.engine.edgellm.rules import EdgeLlmRules, length_class
+from edgellm_worker.engine.errors import EngineError
 
 POLL_MS: Final = 50
 
@@ -39,52 +37,20 @@ class _Seat:
     handle: Any
 
 
-class InFlightEngine:
+class InFlightEngine(RowEngine):
     def __init__(
         self, loaded: LoadedRequestEngine, limits: EngineLimits, traits: EngineTraits, prompts: PromptText
     ) -> None:
+        super().__init__(EdgeLlmRules(limits, in_flight=True, prompts=prompts), traits, prompts, loaded.num_drafts)
         self._loaded = loaded
-        self._limits = limits
-        self._traits = traits
-        self._prompts = prompts
-        self._rules = EdgeLlmRules(limits, in_flight=True, prompts=prompts)
-        self._book = RowBook()
         self._seats: dict[int, _Seat] = {}
 
-    @property
-    def limits(self) -> EngineLimits:
-        return self._limits
-
-    @property
-    def traits(self) -> EngineTraits:
-        return self._traits
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._book)
-
-    def compat_key(self, request: GenerationRequest) -> Hashable:
-        return self._rules.compat_key(request)
-
-    def validate(self, request: GenerationRequest) -> None:
-        self._rules.validate(request)
-
     def add(self, row_id: int, request: GenerationRequest) -> None:
-        self.validate(request)
-        if len(self._book) >= self._limits.max_batch_size:
-            raise CapacityError(f"all {self._limits.max_batch_size} slots are taken")
-        text = self._prompts.of(request.prompt_token_ids)
-        fields = batch_fields(request.sampling)
-        is_drafted = self._loaded.num_drafts > 0 and not fields.disable_spec_decode
-        why_not = drafting_off(request) if self._loaded.num_drafts else None
-        row = Row(row_id, request, self._loaded.num_drafts if is_drafted else 0, why_not)
-        native = native_request(self._loaded.module, fields, [row], [text], length_class(request.max_new_tokens))
-        self._book.put(row)
-        expected = len(request.prompt_token_ids)
+        admitted = self._admit(row_id, request)
+        row, length = admitted.row, length_class(request.max_new_tokens)
+        native = native_request(self._loaded.module, admitted.fields, [row], [admitted.text], length)
         try:
-            counted = list(self._loaded.native.count_prompt_tokens(native))
-            if counted != [expected]:
-                row.fail(f"the runtime's tokenizer reads this prompt as {counted[0]} tokens, not as {expected}")
+            if reads_otherwise(row, self._loaded.native.count_prompt_tokens(native)):
                 return
             handle = self._loaded.native.submit(native)
         except (RuntimeError, ValueError, self._loaded.module.SubmitError) as error:
@@ -109,7 +75,7 @@ class InFlightEngine:
                 waiting.wait(POLL_MS)
                 self._pull()
         self._settle()
-        return self._book.report(self._loaded.num_drafts)
+        return self._book.report(self._num_drafts)
 
     def close(self) -> None:
         self._loaded.native.shutdown(self._loaded.module.ShutdownMode.CANCEL)

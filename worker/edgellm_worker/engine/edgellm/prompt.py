@@ -4,7 +4,7 @@ The runtime's Python interface takes text only (its C++ request can carry ids, t
 again. So a prompt is decoded with the checkpoint's own tokenizer, special tokens spelled out, and is taken only when
 encoding that text gives back exactly the ids that were asked for. What does not survive (ids that are half a
 character, or pieces that the tokenizer would merge) is refused rather than run as something else. Whether the
-*runtime's* tokenizer agrees is checked by count before a batch starts (static.py).
+*runtime's* tokenizer agrees is checked by count before a batch starts (row_engine.py).
 """
 
 from __future__ import annotations

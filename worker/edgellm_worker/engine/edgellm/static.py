@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from edgellm_worker.engine.api import EngineLimits, EngineTraits, GenerationRequest, StepReport
-from edgellm_worker.engine.edgellm.book import RowBook
 from edgellm_worker.engine.edgellm.call import (
     DraftingCounters,
     NativeCall,
@@ -29,12 +28,12 @@ from edgellm_worker.engine.edgellm.call import (
     native_request,
     read_counters,
 )
-from edgellm_worker.engine.edgellm.fields import BatchFields, batch_fields
+from edgellm_worker.engine.edgellm.fields import BatchFields
 from edgellm_worker.engine.edgellm.native import NativeRuntime
 from edgellm_worker.engine.edgellm.prompt import PromptText
+from edgellm_worker.engine.edgellm.row_engine import RowEngine, reads_otherwise
 from edgellm_worker.engine.edgellm.rows import Row
-from edgellm_worker.engine.edgellm.rules import EdgeLlmRules, drafting_off
-from edgellm_worker.engine.errors import CapacityError
+from edgellm_worker.engine.edgellm.rules import EdgeLlmRules
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,14 +71,10 @@ class _Waiting:
     key: Hashable
 
 
-class StaticEngine:
+class StaticEngine(RowEngine):
     def __init__(self, loaded: LoadedRuntime, limits: EngineLimits, traits: EngineTraits, prompts: PromptText) -> None:
+        super().__init__(EdgeLlmRules(limits, prompts=prompts), traits, prompts, loaded.num_drafts)
         self._loaded = loaded
-        self._limits = limits
-        self._traits = traits
-        self._prompts = prompts
-        self._rules = EdgeLlmRules(limits, prompts=prompts)
-        self._book = RowBook()
         self._waiting: list[_Waiting] = []
         self._call: NativeCall | None = None
         self._group: list[_Waiting] = []
@@ -87,37 +82,11 @@ class StaticEngine:
         self._counters = DraftingCounters()
         self.last_call: CallSummary | None = None
 
-    @property
-    def limits(self) -> EngineLimits:
-        return self._limits
-
-    @property
-    def traits(self) -> EngineTraits:
-        return self._traits
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._book)
-
-    def compat_key(self, request: GenerationRequest) -> Hashable:
-        return self._rules.compat_key(request)
-
-    def validate(self, request: GenerationRequest) -> None:
-        self._rules.validate(request)
-
     def add(self, row_id: int, request: GenerationRequest) -> None:
-        self.validate(request)
-        if len(self._book) >= self._limits.max_batch_size:
-            raise CapacityError(f"all {self._limits.max_batch_size} slots are taken")
-        text = self._prompts.of(request.prompt_token_ids)
-        fields = batch_fields(request.sampling)
-        num_drafts = 0 if fields.disable_spec_decode else self._loaded.num_drafts
-        why_not = drafting_off(request) if self._loaded.num_drafts else None
-        row = Row(row_id, request, num_drafts, why_not)
-        if self.num_rows == 0:
+        admitted = self._admit(row_id, request)
+        if self.num_rows == 1:
             self._gather_until_s = time.monotonic() + GATHER_S
-        self._book.put(row)
-        self._waiting.append(_Waiting(row, text, fields, self.compat_key(request)))
+        self._waiting.append(_Waiting(admitted.row, admitted.text, admitted.fields, self.compat_key(request)))
 
     def remove(self, row_id: int) -> None:
         row = self._book.drop(row_id)
@@ -130,7 +99,7 @@ class StaticEngine:
             self._call.poll(POLL_MS)
             if self._call.has_ended:
                 self._end_call(self._call)
-        return self._book.report(self._loaded.num_drafts if self._is_drafted else 0)
+        return self._book.report(self._num_drafts if self._is_drafted else 0)
 
     def close(self) -> None:
         """Cancel what runs. A runtime that does not come back within `CLOSE_S` is left to the end of its process."""
@@ -147,7 +116,7 @@ class StaticEngine:
         self._group = []
         if not self._waiting:
             return
-        if self._gather_until_s is not None and len(self._waiting) < self._limits.max_batch_size:
+        if self._gather_until_s is not None and len(self._waiting) < self.limits.max_batch_size:
             rest_s = self._gather_until_s - time.monotonic()
             if rest_s > 0:
                 time.sleep(rest_s)
@@ -168,21 +137,12 @@ class StaticEngine:
         )
 
     def _runtime_agrees(self, waiting: _Waiting) -> bool:
-        """The runtime tokenizes the text itself, and its limits count *its* tokens: a prompt that it reads otherwise is
-        not the prompt that was asked for, and fails alone, before it can fail a batch.
-        """
-        row, expected = waiting.row, len(waiting.row.request.prompt_token_ids)
         try:
-            counted = list(self._loaded.runtime.count_prompt_tokens(self._request([waiting])))
+            counted = self._loaded.runtime.count_prompt_tokens(self._request([waiting]))
         except RuntimeError as error:
-            row.fail(f"the runtime refuses this prompt: {error}")
+            waiting.row.fail(f"the runtime refuses this prompt: {error}")
             return False
-        if counted != [expected]:
-            row.fail(
-                f"the runtime's tokenizer reads this prompt as {counted[0]} tokens, the checkpoint's as {expected}"
-            )
-            return False
-        return True
+        return not reads_otherwise(waiting.row, counted)
 
     def _end_call(self, call: NativeCall) -> None:
         self._call = None
