@@ -7,12 +7,12 @@ import dataclasses
 
 import pytest
 
-from edgellm_producer import CancelOutcome, Delta, JobState, Reply, Status
+from edgellm_producer import Delta, JobState, Reply, Status
 from edgellm_producer.keys import GROUP
 from edgellm_producer.wire import encode
 from edgellm_worker.queue.api import Answer, BeginOutcome
 from edgellm_worker.queue.errors import ModelMismatch
-from tests.support.queue_rig import HIGH, LOW, NORMAL, Rig, ids, ok, renewed, until
+from tests.support.queue_rig import HIGH, LOW, NORMAL, Rig, ids, ok
 
 
 async def test_a_job_runs_once_and_leaves_only_its_answer(rig: Rig) -> None:
@@ -62,41 +62,6 @@ async def test_a_job_that_aged_once_ranks_one_lane_higher_not_two(rig: Rig) -> N
     taken = ids(await worker.take(3))
     assert taken[0] == high.id
     assert {*taken[1:]} == {low.id, normal.id}
-
-
-async def test_reclaim_after_the_lease_and_the_job_runs_alone(rig: Rig) -> None:
-    first, second = await rig.worker("w1"), await rig.worker("w2")
-    await rig.submit()
-    (delivery,) = await first.take(1)
-    await first.begin([delivery])
-    assert await second.take(1) == []
-    rig.end_lease(delivery, "w1")
-    (again,) = await second.take(1)
-    assert (again.id, again.attempt, again.runs_alone, again.solo_kills) == (delivery.id, 1, True, 0)
-    assert second.counters.num_reclaimed == 1
-
-
-async def test_reclaim_of_a_job_that_never_started_changes_nothing_of_it(rig: Rig) -> None:
-    first, second = await rig.worker("w1"), await rig.worker("w2")
-    await rig.submit()
-    (delivery,) = await first.take(1)
-    rig.end_lease(delivery, "w1")
-    (again,) = await second.take(1)
-    assert (again.attempt, again.runs_alone) == (0, False)
-
-
-async def test_two_deaths_alone_use_a_job_up(rig: Rig) -> None:
-    worker = await rig.worker("w1", max_attempts=9)
-    await rig.submit()
-    for death in range(3):
-        (delivery,) = await worker.take(1)
-        assert delivery.solo_kills == max(0, death - 1)
-        assert await worker.begin([delivery]) == [BeginOutcome.STARTED]
-        worker.forget([delivery])
-        rig.end_lease(delivery, "w1")
-    (delivery,) = await worker.take(1)
-    assert delivery.solo_kills == 2
-    assert await worker.begin([delivery]) == [BeginOutcome.EXHAUSTED]
 
 
 async def test_attempts_are_counted_at_begin_once_and_bounded(rig: Rig) -> None:
@@ -235,164 +200,6 @@ async def test_deltas_are_the_owners_and_end_with_the_answer(rig: Rig) -> None:
     assert [list(fields) for _, fields in rig.raw_reply(job.id)] == [["delta"]] * 3 + [["done"]]
 
 
-async def test_cancel_of_what_waits_is_answered_by_the_cancel_itself(rig: Rig) -> None:
-    worker = await rig.worker()
-    released, delayed, in_lane = [await rig.submit(idempotency_key=str(i)) for i in range(3)]
-    for_release, for_delay = await worker.take(2)
-    await worker.release([for_release], begun=False)
-    await worker.begin([for_delay])
-    await worker.retry(for_delay, delay_s=60, reason="engine died")
-    for job in (released, delayed, in_lane):
-        assert await job.cancel() is CancelOutcome.CANCELLED
-        assert (await job.reply(timeout=5)).status is Status.CANCELLED
-        assert await job.cancel() is CancelOutcome.DONE
-    assert await worker.take(3) == []
-    assert rig.admin.zcard(rig.keys.delayed) == 0
-    assert not rig.admin.exists(rig.keys.dedup("1"), rig.keys.dedup("2")), "a cancelled job frees its key"
-
-
-async def test_cancel_of_what_runs_reaches_its_worker(rig: Rig) -> None:
-    worker = await rig.worker()
-    await until(lambda: rig.admin.pubsub_numsub(rig.keys.events)[0][1])
-    job = await rig.submit()
-    (delivery,) = await worker.take(1)
-    await worker.begin([delivery])
-    assert await job.cancel() is CancelOutcome.REQUESTED
-    async with asyncio.timeout(5):
-        while not (cancelled := worker.cancelled()):
-            await worker.wait(0.2)
-    assert cancelled == {job.id}
-
-
-async def test_a_lost_cancel_hint_is_found_by_the_sweep(rig: Rig) -> None:
-    worker = await rig.worker()
-    job = await rig.submit()
-    (delivery,) = await worker.take(1)
-    rig.admin.set(rig.keys.cancel(job.id), "1")
-    await worker.sweep()
-    assert worker.cancelled() == {job.id}
-    assert await worker.begin([delivery]) == [BeginOutcome.CANCELLED]
-
-
-async def test_cancelled_while_its_worker_was_dead_is_answered_at_the_next_take(rig: Rig) -> None:
-    first, second = await rig.worker("w1"), await rig.worker("w2")
-    job = await rig.submit()
-    (delivery,) = await first.take(1)
-    await first.begin([delivery])
-    assert await job.cancel() is CancelOutcome.REQUESTED
-    first.forget([delivery])
-    rig.end_lease(delivery, "w1")
-    assert await second.take(1) == []
-    assert (await job.reply(timeout=5)).status is Status.CANCELLED
-    assert second.counters.answered == {"cancelled": 1}
-
-
-async def test_an_expired_job_is_answered_at_take(rig: Rig) -> None:
-    worker = await rig.worker()
-    job = await rig.submit(timeout_s=0.001, idempotency_key="k")
-    await asyncio.sleep(0.01)
-    assert await worker.take(1) == []
-    reply = await job.reply(timeout=5)
-    assert (reply.status, reply.error and reply.error.code) == (Status.EXPIRED, "timeout")
-    assert rig.other_keys() == set()
-
-
-async def test_an_expired_job_deep_in_the_queue_is_answered_by_the_sweep(rig: Rig) -> None:
-    worker = await rig.worker()
-    for _ in range(5):
-        await rig.submit()
-    job = await rig.submit(timeout_s=0.001)
-    running = await rig.submit(timeout_s=3600.0, priority="high")
-    (delivery,) = await worker.take(1)
-    assert delivery.id == running.id
-    rig.admin.zadd(rig.keys.prefix + "deadlines", {running.id: 1})
-    await asyncio.sleep(0.01)
-    await worker.sweep()
-    assert (await job.reply(timeout=5)).status is Status.EXPIRED
-    assert rig.answers(running.id) == 0, "what runs is its worker's to stop"
-    assert (await worker.stats()).length[NORMAL] == 5
-
-
-async def test_renewal_is_one_command_and_finds_what_was_lost(rig: Rig) -> None:
-    first, second = await rig.worker("w1", lease_s=0.6), await rig.worker("w2")
-    await rig.producer.submit_many([{"prompt": "x"}] * 64)
-    deliveries = await first.take(64)
-    assert len(deliveries) == 64
-    rig.end_lease(deliveries[0], "w1")
-    taken = await second.take(64)
-    assert ids(taken) == [deliveries[0].id]
-    assert await until(first.lost) == {deliveries[0].id}
-    rows = rig.admin.xpending_range(rig.keys.lane(NORMAL), GROUP, "-", "+", 100, "w1")
-    assert len(rows) == 63
-    assert all(row["time_since_delivered"] < 600 for row in rows)
-    assert all(row["times_delivered"] == 1 for row in rows), "renewal is no delivery"
-
-
-async def test_forgotten_deliveries_are_renewed_no_more(rig: Rig) -> None:
-    first, second = await rig.worker("w1", lease_s=0.3), await rig.worker("w2", lease_s=0.3)
-    kept, dropped = await rig.submit(), await rig.submit()
-    deliveries = await first.take(2)
-    first.forget([d for d in deliveries if d.id == dropped.id])
-    async with asyncio.timeout(10):
-        while not (taken := await second.take(2)):
-            await second.wait(0.05)
-    assert ids(taken) == [dropped.id]
-    assert kept.id in ids(deliveries)
-
-
-async def test_a_short_lease_takes_nothing_that_a_long_one_renews(rig: Rig) -> None:
-    """Two workers of one queue whose leases differ: nobody takes over before the longer one is over."""
-    first, second = await rig.worker("w1", lease_s=60.0), await rig.worker("w2", lease_s=0.05)
-    await rig.submit()
-    (delivery,) = await first.take(1)
-    rig.admin.xclaim(rig.keys.lane(NORMAL), GROUP, "w1", 0, [delivery.entry_id], idle=59_000, justid=True)
-    assert await second.take(1) == []
-    rig.admin.xclaim(rig.keys.lane(NORMAL), GROUP, "w1", 0, [delivery.entry_id], idle=61_000, justid=True)
-    assert ids(await second.take(1)) == [delivery.id]
-    rig.admin.delete(rig.keys.lease)
-    await renewed(second)
-    assert rig.admin.get(rig.keys.lease) == "50", "the long one is gone"
-    assert 0 < rig.admin.pttl(rig.keys.lease) <= 100
-
-
-async def test_a_ghost_is_acknowledged_and_stops_nothing(rig: Rig) -> None:
-    """redis#10756: an entry that was deleted while pending."""
-    first, second = await rig.worker("w1"), await rig.worker("w2")
-    await rig.submit()
-    kept = await rig.submit()
-    deliveries = await first.take(2)
-    for delivery in deliveries:
-        rig.end_lease(delivery, "w1")
-    rig.admin.xdel(rig.keys.lane(NORMAL), deliveries[0].entry_id)
-    assert ids(await second.take(2)) == [kept.id]
-    assert rig.admin.xpending(rig.keys.lane(NORMAL), GROUP)["pending"] == 1
-
-
-async def test_one_dead_lease_behind_5000_live_ones_is_found(rig: Rig) -> None:
-    """docket#467."""
-    first, second = await rig.worker("w1"), await rig.worker("w2")
-    await rig.producer.submit_many([{"prompt": "x"}] * 5001)
-    deliveries = await first.take(5001)
-    rig.end_lease(deliveries[-1], "w1")
-    assert ids(await second.take(1)) == [deliveries[-1].id]
-
-
-async def test_dead_consumers_go_when_they_hold_nothing(rig: Rig) -> None:
-    """hyperswitch#13811 and redis#9745: bounded consumers, and no entry goes with one."""
-    for number in range(5):
-        worker = await rig.worker(f"gone-{number}")
-        await rig.submit()
-        (delivery,) = await worker.take(1)
-        if number:
-            await worker.finish([ok(delivery)])
-    last = await rig.worker("last")
-    for number in range(5):
-        rig.admin.delete(rig.keys.worker(f"gone-{number}"))
-    await last.sweep()
-    names = {consumer["name"] for lane in rig.keys.lanes for consumer in rig.admin.xinfo_consumers(lane, GROUP)}
-    assert names == {"gone-0", "last"}
-
-
 async def test_a_wait_ends_when_something_comes_and_when_woken(rig: Rig) -> None:
     worker = await rig.worker(block_ms=5000)
     assert await worker.take(1) == []
@@ -417,26 +224,6 @@ async def test_a_job_submitted_before_any_worker_is_found(rig: Rig) -> None:
     await rig.producer.submit_many([{"prompt": "x"}] * 100)
     worker = await rig.worker()
     assert len(await worker.take(200)) == 100
-
-
-async def test_ten_workers_start_at_once_and_share_the_jobs(rig: Rig) -> None:
-    """sidekiq#4611."""
-    await rig.producer.submit_many([{"prompt": "x"}] * 100)
-    workers = await asyncio.gather(*(rig.worker(f"w{i}") for i in range(10)))
-    taken = await asyncio.gather(*(worker.take(10) for worker in workers))
-    all_ids = [d.id for deliveries in taken for d in deliveries]
-    assert len(all_ids) == len(set(all_ids)) == 100
-
-
-async def test_eight_workers_claim_at_once_and_one_gets_it(rig: Rig) -> None:
-    """redis#13956."""
-    workers = await asyncio.gather(*(rig.worker(f"w{i}") for i in range(8)))
-    await rig.submit()
-    (delivery,) = await workers[0].take(1)
-    workers[0].forget([delivery])
-    rig.end_lease(delivery, "w0")
-    taken = await asyncio.gather(*(worker.take(1) for worker in workers))
-    assert sum(len(deliveries) for deliveries in taken) == 1
 
 
 async def test_stats_tell_where_everything_is(rig: Rig) -> None:
