@@ -30,9 +30,6 @@ MAX_REPEATED_CHARACTERS: Final = 300
 DEFAULT_MAX_TOKENS: Final = 256
 DEFAULT_REPLY_TTL_S: Final = 3600
 
-NOT_BUILT: Final = frozenset({"tool_choice"})
-"""Fields of version 1 that this release refuses by name when they ask for something (see `Job.unbuilt_field`)."""
-
 
 class Status(StrEnum):
     OK = "ok"
@@ -86,7 +83,6 @@ def _one_or_many(value: object) -> object:
 
 
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
-Finite = Annotated[float, Field(strict=True)]
 LogitBias = Annotated[
     dict[TokenId, Annotated[float, Field(strict=True, ge=-100, le=100)]],
     BeforeValidator(_bias_keys),
@@ -193,7 +189,7 @@ class Job(_Model):
 
     def unbuilt_field(self) -> str | None:
         """The first field that asks for something this release cannot do, or None."""
-        if self.tool_choice not in {None, "auto", "none"} if not isinstance(self.tool_choice, dict) else True:
+        if isinstance(self.tool_choice, dict) or self.tool_choice not in {None, "auto", "none"}:
             return "tool_choice"
         return None
 

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Final, Self
 
 START_TIMEOUT_S: Final = 15.0
-MAX_SOCKET_PATH: Final = 100
 REAPER: Final = """
 exec 3<&0
 "$@" 3<&- &

@@ -24,8 +24,6 @@ from edgellm_producer.wire import (
     unpack,
 )
 
-MAX_REPLY_TTL_MS: Final = 7 * 86_400_000
-
 
 class Row(NamedTuple):
     """One entry as the script returns it. `deadline_ms` None: no timeout. `is_known`: its job:<id> exists.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from edgellm_worker.engine.api import Engine, EngineLimits, EngineTraits
+from edgellm_worker.engine.api import Engine, EngineTraits
 from edgellm_worker.engine.edgellm.bundle import Bundle, read_bundle
 from edgellm_worker.engine.edgellm.in_flight import InFlightEngine, LoadedRequestEngine
 from edgellm_worker.engine.edgellm.native import Capabilities, detect, load_native
@@ -61,12 +61,6 @@ def open_bundle(options: EdgeLlmOptions, module: Any = None) -> Engine:
         raise BuildError("the installed runtime takes no draft settings; build a bundle without a draft")
     loaded = loader.runtime(capabilities, counts_drafting=options.counts_drafting)
     return StaticEngine(loaded, limits, _traits(num_drafts, in_flight=False), prompts)
-
-
-def bundle_limits(options: EdgeLlmOptions) -> EngineLimits:
-    """The limits that `open_bundle` will give, without a runtime: for `EdgeLlmRules` in another process."""
-    bundle = read_bundle(options.bundle_dir)
-    return bundle.limits(_num_drafts(bundle, options.num_speculative_tokens))
 
 
 def _traits(num_drafts: int, *, in_flight: bool) -> EngineTraits:

@@ -130,13 +130,6 @@ class _StepTimes:
         count = self._counts[length] = min(faded + 1.0, MEMORY_STEPS)
         self._means[length] = mean + (min(step_s, OUTLIER * mean) - mean) / count
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._means
-
-    def is_measured(self, length: int) -> bool:
-        return length in self._means
-
     def seconds(self, length: int) -> float:
         known = sorted(self._means)
         if length in self._means:
