@@ -24,7 +24,7 @@ from edgellm_worker.bench import (
 from edgellm_worker.cli import bench as command
 from edgellm_worker.cli import main
 from edgellm_worker.engine.api import Engine, GenerationRequest
-from edgellm_worker.engine.errors import EngineError
+from edgellm_worker.engine.errors import DemandError, EngineError
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from edgellm_worker.errors import ConfigError, ExitCode
 from edgellm_worker.tokenizer import Tokenizer
@@ -143,6 +143,20 @@ def test_drafts_that_the_engine_does_not_do_are_left_out():
     assert result.left_out == dict.fromkeys(("2", "adaptive"), "off: checkpoint has no MTP")
     assert log.opened.count(TWO_DRAFTS) == 1
     assert log.closed == len(log.opened)
+
+
+def test_drafts_that_no_engine_opens_with_are_left_out_with_the_reason():
+    log = Log()
+
+    def open_engine(drafting: SpeculativeConfig) -> Engine:
+        if drafting.adaptive:
+            raise DemandError("this runtime's draft length is fixed")
+        return CountingEngine(log, drafting.num_speculative_tokens)
+
+    adaptive = SpeculativeConfig(2, adaptive=True)
+    result = sweep(SweepPlan((1,), (PLAIN.drafting, TWO_DRAFTS, adaptive), 2), open_engine, FOUR, log.clock)
+    assert set(result.runs) == {PLAIN, Cell(1, TWO_DRAFTS)}
+    assert result.left_out == {"adaptive": "this runtime's draft length is fixed"}
 
 
 def test_a_row_that_fails_ends_the_sweep():

@@ -15,7 +15,7 @@ from edgellm_producer.wire import Reply, Status
 from edgellm_worker.cli.commands import COMMANDS
 from edgellm_worker.cli.main import main
 from edgellm_worker.config import SECRETS, Settings, flag_name, variable_name
-from edgellm_worker.engine.errors import BuildError, CapacityError, CheckpointError, EngineError
+from edgellm_worker.engine.errors import BuildError, CapacityError, CheckpointError, DemandError, EngineError
 from edgellm_worker.errors import ConfigError, ExitCode, exit_code
 from edgellm_worker.queue.errors import ModelMismatch, QueueMisconfigured, QueueUnavailable
 from tests.support.daemons import TINY
@@ -67,6 +67,7 @@ EXITS = [
     (QueueMisconfigured("x"), ExitCode.OPERATOR),
     (QueueUnavailable("x"), ExitCode.REDIS),
     (EngineError("x"), ExitCode.ENGINE),
+    (DemandError("x"), ExitCode.OPERATOR),
     (BuildError("x"), ExitCode.ENGINE),
     (RuntimeError("x"), None),
 ]

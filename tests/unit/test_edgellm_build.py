@@ -20,7 +20,7 @@ from edgellm_worker.engine.edgellm.cache import BuildOptions, BuildWorld, bundle
 from edgellm_worker.engine.edgellm.command import build, describe
 from edgellm_worker.engine.edgellm.feedback import Feedback, FeedbackCorrection
 from edgellm_worker.engine.edgellm.misread import ModelFacts
-from edgellm_worker.engine.errors import BuildError, CheckpointError
+from edgellm_worker.engine.errors import BuildError, CheckpointError, DemandError
 from edgellm_worker.engine.load import EngineOptions, build_engine
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from tests.support import edgellm_checkpoints as ck
@@ -113,7 +113,7 @@ def test_a_plain_bundle_needs_no_correction(tmp_path: Path, wheel: Path, model: 
 
 
 def test_drafts_without_an_mtp_layer_are_refused(tmp_path: Path, wheel: Path, model: ModelFacts) -> None:
-    with pytest.raises(BuildError, match="has no MTP layer"):
+    with pytest.raises(DemandError, match="has no MTP layer"):
         build_bundle(replace(model, schemes={}), tmp_path / "cache", OPTIONS)
 
 
@@ -290,7 +290,7 @@ def test_the_kind_builds_with_the_operators_options_and_refuses_changing_draft_l
     assert "from the cache" in build_engine("edgellm", checkpoint, options)
     assert "drafts 3" in build_engine("edgellm", checkpoint, replace(options, speculative=None))
     for drafting in (SpeculativeConfig(4, adaptive=True), SpeculativeConfig(4, schedule=((1, 2, 3),))):
-        with pytest.raises(BuildError, match="draft length is fixed"):
+        with pytest.raises(DemandError, match="draft length is fixed"):
             build_engine("edgellm", checkpoint, replace(options, speculative=drafting))
 
 

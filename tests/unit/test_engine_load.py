@@ -6,7 +6,7 @@ import pytest
 
 from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
 from edgellm_worker.engine.demands import KvCacheDtype, WeightForm
-from edgellm_worker.engine.errors import BuildError, CapacityError
+from edgellm_worker.engine.errors import BuildError, CapacityError, DemandError
 from edgellm_worker.engine.load import EngineOptions, load_engine
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from tests.support.tiny_engine import CHECKPOINT, generate, greedy, short_prompts
@@ -51,7 +51,7 @@ def test_wider_trees_change_no_text():
 
 
 def test_the_reference_decodes_all_weights_and_says_so_when_asked_for_another_form():
-    with pytest.raises(BuildError, match="quantization nvfp4: the reference engine decodes all weights; the tensorrt"):
+    with pytest.raises(DemandError, match="quantization nvfp4: the reference engine decodes all weights; the tensorrt"):
         load_engine("reference", open_checkpoint(CHECKPOINT), EngineOptions(quantization=frozenset({WeightForm.NVFP4})))
     assert load_engine(
         "reference", open_checkpoint(CHECKPOINT), EngineOptions(quantization=frozenset({WeightForm.FLOAT16}))

@@ -28,7 +28,7 @@ from typing import Final, Self
 from edgellm_producer.errors import JobRejected
 from edgellm_producer.wire import Job
 from edgellm_worker.engine.api import Engine, GenerationRequest, Phase, StepReport
-from edgellm_worker.engine.errors import EngineError, RequestError
+from edgellm_worker.engine.errors import DemandError, EngineError, RequestError
 from edgellm_worker.engine.runtime.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from edgellm_worker.errors import ConfigError
 from edgellm_worker.tokenizer import Tokenizer
@@ -204,7 +204,12 @@ def sweep(
             name = drafts_name(drafting)
             if name in left_out:
                 continue
-            with closing(open_engine(drafting)) as engine:
+            try:
+                opened = open_engine(drafting)
+            except DemandError as error:
+                left_out[name] = str(error)
+                continue
+            with closing(opened) as engine:
                 if engine.limits.num_speculative_tokens != drafting.num_speculative_tokens:
                     left_out[name] = engine.traits.speculative_method
                     continue

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final
 
-from edgellm_worker.engine.errors import CapacityError, CheckpointError, EngineFault
+from edgellm_worker.engine.errors import CapacityError, CheckpointError, DemandError, EngineFault
 from edgellm_worker.queue.errors import ModelMismatch, QueueMisconfigured, QueueUnavailable
 
 
@@ -45,6 +45,7 @@ _EXIT_CODES: Final[tuple[tuple[type[Exception], ExitCode], ...]] = (
     (QueueUnavailable, ExitCode.REDIS),
     (CheckpointError, ExitCode.OPERATOR),
     (CapacityError, ExitCode.OPERATOR),
+    (DemandError, ExitCode.OPERATOR),
     (EngineFault, ExitCode.ENGINE),
 )
 

@@ -53,8 +53,6 @@ FIELDS: Final = (
 )
 CLOCKS: Final = {"wall": time.perf_counter, "cpu": time.thread_time}
 ALL_DRAFTS: Final = "0,1,3,5,adaptive"
-DRAFTS_OF: Final[Mapping[str, str]] = {"edgellm": "0,1,3,5"}
-"""The default of an engine whose draft length cannot change while it runs."""
 COLUMNS: Final = ("batch", "drafts", "decode tokens/s", "tokens/s", "accepted", "step ms", "x serialized", "x plain")
 
 
@@ -81,7 +79,7 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     flags["model"] = flags.get("model") or str(data_folder() / TINY_MODEL)
     settings, _ = load_settings(flags, environment)
     configure_logs(LogFormat.TEXT, level=logging.WARNING)
-    plan = _plan(arguments, settings.engine)
+    plan = _plan(arguments)
     texts = _texts(arguments.prompts)
     checkpoint = open_checkpoint(settings.model_dir)
     options = replace(engine_options(settings), max_batch_size=plan.max_batch_size)
@@ -101,7 +99,7 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     return ExitCode.OPERATOR if unmet else ExitCode.DONE
 
 
-def _plan(arguments: argparse.Namespace, engine: str) -> SweepPlan:
+def _plan(arguments: argparse.Namespace) -> SweepPlan:
     """Raises `ConfigError` with everything that is wrong."""
     problems = [
         f"--{name}: {value} is not a positive number"
@@ -113,7 +111,7 @@ def _plan(arguments: argparse.Namespace, engine: str) -> SweepPlan:
         if value < 1
     ]
     lists: dict[str, Any] = {}
-    given = {"batch-sizes": arguments.batch_sizes, "drafts": arguments.drafts or DRAFTS_OF.get(engine, ALL_DRAFTS)}
+    given = {"batch-sizes": arguments.batch_sizes, "drafts": arguments.drafts or ALL_DRAFTS}
     for (name, text), read in zip(given.items(), (read_batch_sizes, read_drafts), strict=True):
         try:
             lists[name] = read(text)

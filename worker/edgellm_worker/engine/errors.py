@@ -2,6 +2,7 @@
 
 EngineFault
 ├── CheckpointError   the files are wrong: `problems` lists every one; the operator's to mend
+├── DemandError       an engine was asked for what it cannot do; the operator's to mend
 ├── BuildError        a network or bundle cannot be built; the operator's or the library's
 ├── CapacityError     limits that contradict each other or do not fit the device; no free slot
 ├── RequestError      this request can never run here: `field`; the producer's to mend
@@ -24,6 +25,10 @@ class CheckpointError(EngineFault):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = tuple(problems)
+
+
+class DemandError(EngineFault):
+    pass
 
 
 class BuildError(EngineFault):

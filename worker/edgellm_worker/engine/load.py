@@ -55,7 +55,7 @@ KINDS: Final = {
 
 
 def load_engine(kind: str, checkpoint: Checkpoint, options: EngineOptions) -> Engine:
-    """Raises `BuildError` (no such kind, or it is not installed), `CheckpointError`, `CapacityError`."""
+    """Raises `BuildError` (no such kind, or it is not installed), `CheckpointError`, `CapacityError`, `DemandError`."""
     with _files_of_the_build():
         return cast("EngineOpener", _module(kind).open_engine)(checkpoint, options)
 

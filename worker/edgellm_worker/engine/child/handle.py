@@ -52,7 +52,14 @@ from edgellm_worker.engine.child.messages import (
     encode,
 )
 from edgellm_worker.engine.child.watchdog import Watchdog, WatchdogLimits
-from edgellm_worker.engine.errors import BuildError, CapacityError, CheckpointError, EngineError, EngineFault
+from edgellm_worker.engine.errors import (
+    BuildError,
+    CapacityError,
+    CheckpointError,
+    DemandError,
+    EngineError,
+    EngineFault,
+)
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +249,10 @@ class ChildEngineHandle:
         try:
             message = await asyncio.wait_for(_read(reader), self._options.watchdog.load_s)
         except TimeoutError:
-            raise EngineError(f"not loaded within {self._options.watchdog.load_s:.0f} s") from None
+            raise EngineError(
+                f"not loaded within {self._options.watchdog.load_s:g} s: `edgellm-worker build` builds ahead of time"
+                " and without a limit, --load-timeout-s sets another"
+            ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise EngineError(f"while loading: {await self._exit_reason()}") from None
         if isinstance(message, Failed):
@@ -331,5 +341,5 @@ async def _read(reader: asyncio.StreamReader) -> Message:
 def _raised_in_child(message: Failed) -> EngineFault:
     if message.error == CheckpointError.__name__:
         return CheckpointError(message.problems)
-    kinds = {kind.__name__: kind for kind in (BuildError, CapacityError)}
+    kinds = {kind.__name__: kind for kind in (BuildError, CapacityError, DemandError)}
     return kinds.get(message.error, EngineError)("; ".join(message.problems))

@@ -39,7 +39,7 @@ from edgellm_worker.engine.edgellm.cache import (
 )
 from edgellm_worker.engine.edgellm.misread import ModelFacts, refuse_misread
 from edgellm_worker.engine.edgellm.native import DISTRIBUTION, package_version
-from edgellm_worker.engine.errors import BuildError
+from edgellm_worker.engine.errors import BuildError, DemandError
 
 _CHILD_MODULE: Final = "edgellm_worker.engine.edgellm.builder_child"
 _NUM_LOG_LINES: Final = 15
@@ -56,10 +56,12 @@ class BuiltBundle:
 
 
 def build_bundle(model: ModelFacts, cache_dir: Path, options: BuildOptions) -> BuiltBundle:
-    """Raises `BuildError` (package, machine, builder, audit) and `CheckpointError` (the vendor would misread it)."""
+    """Raises `BuildError` (package, machine, builder, audit), `CheckpointError` (the vendor would misread it) and
+    `DemandError` (drafts without an MTP layer).
+    """
     version = package_version()
     if options.num_speculative_tokens and not model.has_draft:
-        raise BuildError(f"{model.model_dir} has no MTP layer: build with num_speculative_tokens 0")
+        raise DemandError(f"{model.model_dir} has no MTP layer: build with num_speculative_tokens 0")
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=cache_dir) as scratch:
         found = _run_child({"action": "probe"}, Path(scratch) / "probe.log")

@@ -9,7 +9,7 @@ from edgellm_worker.engine.edgellm.builder import BuiltBundle
 from edgellm_worker.engine.edgellm.cache import BuildOptions
 from edgellm_worker.engine.edgellm.command import build, describe
 from edgellm_worker.engine.edgellm.open import EdgeLlmOptions, open_bundle
-from edgellm_worker.engine.errors import BuildError
+from edgellm_worker.engine.errors import DemandError
 from edgellm_worker.engine.load import EngineOptions
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 
@@ -19,7 +19,7 @@ DEFAULT_DRAFTS = 3
 def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     """Build the bundle if the cache has none (minutes; `build` does it ahead of time), then load it.
 
-    Raises `BuildError`, `CheckpointError`, `EngineError`.
+    Raises `BuildError`, `CheckpointError`, `DemandError`, `EngineError`.
     """
     built = _built(checkpoint, options)
     drafting = build_options(options, has_draft=checkpoint.draft is not None)
@@ -41,12 +41,14 @@ def _built(checkpoint: Checkpoint, options: EngineOptions) -> BuiltBundle:
 
 
 def build_options(options: EngineOptions, *, has_draft: bool) -> BuildOptions:
-    """Raises `BuildError` for a draft length that is to change while running: the runtime's is fixed when it loads."""
+    """Raises `DemandError` for a draft length that is to change while running: the runtime's is fixed when it loads."""
     drafting = options.speculative or SpeculativeConfig(DEFAULT_DRAFTS if has_draft else 0)
     if drafting.schedule or drafting.adaptive:
-        raise BuildError("speculative-config: this runtime's draft length is fixed; give num_speculative_tokens alone")
+        raise DemandError("speculative-config: this runtime's draft length is fixed; give num_speculative_tokens alone")
     if options.quantization or options.kv_cache_dtype is not KvCacheDtype.AUTO:
-        raise BuildError("quantization and kv-cache-dtype: the vendor's builder follows the checkpoint; leave them out")
+        raise DemandError(
+            "quantization, kv-cache-dtype: the vendor's builder follows the checkpoint; leave them out"
+        )
     trees = TreeSizes.of(drafting.num_speculative_tokens, options.max_verify_tree_size, options.max_draft_tree_size)
     return BuildOptions(
         num_speculative_tokens=drafting.num_speculative_tokens,

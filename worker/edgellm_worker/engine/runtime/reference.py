@@ -9,7 +9,7 @@ from edgellm_worker.engine.api import Engine, EngineLimits, EngineTraits
 from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint
 from edgellm_worker.engine.checkpoint.quantization import KvScheme
 from edgellm_worker.engine.demands import KvCacheDtype, TreeSizes, WeightForm
-from edgellm_worker.engine.errors import BuildError
+from edgellm_worker.engine.errors import DemandError
 from edgellm_worker.engine.load import EngineOptions
 from edgellm_worker.engine.models.registry import Model, read_model
 from edgellm_worker.engine.ops.api import KvDtype
@@ -29,10 +29,10 @@ _WANTED_KV: Final = {KvCacheDtype.FLOAT16: KvDtype.FLOAT16, KvCacheDtype.FP8: Kv
 
 
 def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
-    """Raises `CheckpointError`, `BuildError`, `CapacityError`. The draft's cache is kept in the base's type."""
+    """Raises `CheckpointError`, `DemandError`, `CapacityError`. The draft's cache is kept in the base's type."""
     forms = sorted(options.quantization - {WeightForm.FLOAT16})
     if forms:
-        raise BuildError(
+        raise DemandError(
             f"quantization {', '.join(forms)}: the reference engine decodes all weights; the tensorrt engine runs them"
             " as they are stored where GPU and library can"
         )
