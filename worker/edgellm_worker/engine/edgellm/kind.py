@@ -46,9 +46,7 @@ def build_options(options: EngineOptions, *, has_draft: bool) -> BuildOptions:
     if drafting.schedule or drafting.adaptive:
         raise DemandError("speculative-config: this runtime's draft length is fixed; give num_speculative_tokens alone")
     if options.quantization or options.kv_cache_dtype is not KvCacheDtype.AUTO:
-        raise DemandError(
-            "quantization, kv-cache-dtype: the vendor's builder follows the checkpoint; leave them out"
-        )
+        raise DemandError("quantization, kv-cache-dtype: the vendor's builder follows the checkpoint; leave them out")
     trees = TreeSizes.of(drafting.num_speculative_tokens, options.max_verify_tree_size, options.max_draft_tree_size)
     return BuildOptions(
         num_speculative_tokens=drafting.num_speculative_tokens,
