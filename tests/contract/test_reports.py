@@ -6,19 +6,53 @@ import asyncio
 
 from edgellm_producer import Producer
 from edgellm_producer.wire import Status
+from tests.support.daemons import config, running
+from tests.support.fake_engine import FakeEngine
 from tests.support.instant_worker import instant_worker
+from tests.support.memory_queue import MemoryQueue
 from tests.support.proxy import proxy_to
+from tests.support.queue_rig import Rig, until
 
 
-async def test_150_jobs_at_once_on_a_small_worker_are_all_answered(default_server, queue_name):
+async def test_150_jobs_at_once_on_a_small_worker_are_all_answered(one_rig: Rig):
     """NeMo-Retriever#1551: far more jobs at once than places, none starves or is forgotten."""
-    async with (
-        instant_worker(default_server.url, queue_name, batch=2),
-        Producer(default_server.url, queue=queue_name) as producer,
-    ):
-        jobs = await producer.submit_many({"prompt": f"job {n}"} for n in range(150))
-        replies = await asyncio.gather(*(job.result(timeout=60) for job in jobs))
-    assert [reply.text for reply in replies] == [f"JOB {n}" for n in range(150)]
+    worker = await one_rig.worker()
+    async with running(worker, FakeEngine(at_once=True)):
+        jobs = await one_rig.producer.submit_many({"prompt": f"job {n}", "max_tokens": 2} for n in range(150))
+        replies = await asyncio.gather(*(job.result(timeout=20) for job in jobs))
+    assert {reply.attempt for reply in replies} == {1}
+    assert one_rig.other_keys() == set()
+
+
+async def test_a_drain_of_four_leases_hands_nothing_out_twice(one_rig: Rig):
+    """The leases of what still runs are renewed until the last answer is written."""
+    worker, second = await one_rig.worker("w1", lease_s=0.4), await one_rig.worker("w2", lease_s=0.4)
+    engine = FakeEngine()
+    async with running(worker, engine) as daemon:
+        job = await one_rig.submit("long", max_tokens=2)
+        await until(lambda: engine.rows)
+        daemon.stop()
+        for _ in range(16):
+            assert await second.take(1) == []
+            await asyncio.sleep(0.1)
+        engine.step(2)
+        reply = await job.result(timeout=10)
+    assert (reply.worker, reply.attempt) == ("w1", 1)
+
+
+async def test_the_sweep_comes_again_and_again_without_a_restart():
+    """sidekiq#4937: what becomes due on a worker's second day is found as on its first."""
+    queue = SweptQueue()
+    async with running(queue, FakeEngine(), config(sweep_s=0.01)):
+        await queue.until(lambda: queue.num_sweeps >= 5)
+
+
+class SweptQueue(MemoryQueue):
+    num_sweeps = 0
+
+    async def sweep(self) -> None:
+        self.num_sweeps += 1
+        await super().sweep()
 
 
 async def test_a_failed_poll_while_waiting_is_not_the_end_of_the_wait(default_server, queue_name):

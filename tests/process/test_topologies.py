@@ -218,14 +218,21 @@ async def test_a_loading_server_is_waited_for(start_server: StartServer, queue_n
 async def test_a_server_that_says_readonly_is_left_at_once(
     start_server: StartServer, queue_name: str, version: str
 ) -> None:
-    """A demoted master that closes nothing: the next connection asks anew who is in charge."""
+    """redis-py#460: a demoted master that closes nothing: the next connection asks anew who is in charge. The blocked read
+    takes nothing, so no server ends it with "instance state changed".
+    """
     server = start_server(version)
     async with open_rig(server, queue_name) as rig:
-        worker = await rig.worker()
+        worker = await rig.worker(block_ms=1000)
+        await worker.take(1)
+        blocked = worker._waiter.reading(["0-0"] * 3)
+        await until(lambda: any(client["cmd"] == "xread" for client in rig.admin.client_list()))
         await rig.submit()
         assert worker._link._commands._idle
         rig.admin.replicaof("127.0.0.1", "1")
+        await blocked
+        assert len(worker._waiter._commands._idle) == 1, "its connection was not broken"
         with pytest.raises(QueueUnavailable, match=r"(?i)read.?only"):
-            await worker.take(1)
+            await worker.sweep()
         assert worker._link._commands._idle == []
         rig.admin.replicaof("NO", "ONE")

@@ -8,6 +8,7 @@ so that tests decide by the prompt when the fault strikes. "slow" has no fault: 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -92,6 +93,12 @@ def die_in_mid_frame(engine: CountingEngine) -> None:
     os._exit(1)
 
 
+def run_out_of_memory(_: CountingEngine) -> None:
+    """What an allocation gets where memory is limited and nobody is killed for it."""
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+    bytearray(8 << 30)
+
+
 def report_a_broken_device(_: CountingEngine) -> None:
     raise EngineError("the device answered nonsense")
 
@@ -102,6 +109,7 @@ FAULTS = {
     "segfault": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
     "exit0": lambda _: os._exit(0),
     "oom": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "memory": run_out_of_memory,
     "garbage": lambda engine: engine.connection.sendall(b"Segmentation fault (core dumped)\n" * 4),
     "truncated": die_in_mid_frame,
     "raise": report_a_broken_device,
