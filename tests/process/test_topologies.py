@@ -233,6 +233,6 @@ async def test_a_server_that_says_readonly_is_left_at_once(
         await blocked
         assert len(worker._waiter._commands._idle) == 1, "its connection was not broken"
         with pytest.raises(QueueUnavailable, match=r"(?i)read.?only"):
-            await worker.sweep()
+            await worker.take(1)
         assert worker._link._commands._idle == []
         rig.admin.replicaof("NO", "ONE")
