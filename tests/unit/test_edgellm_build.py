@@ -12,11 +12,12 @@ import pytest
 
 import edgellm_worker
 from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
+from edgellm_worker.engine.checkpoint.digest import content_digest
 from edgellm_worker.engine.checkpoint.quantization import Scheme
 from edgellm_worker.engine.edgellm.audit import audit
 from edgellm_worker.engine.edgellm.builder import build_bundle, builder_argv
 from edgellm_worker.engine.edgellm.bundle import read_bundle
-from edgellm_worker.engine.edgellm.cache import BuildOptions, BuildWorld, bundle_key, content_digest
+from edgellm_worker.engine.edgellm.cache import BuildOptions, BuildWorld, bundle_key
 from edgellm_worker.engine.edgellm.command import build, describe
 from edgellm_worker.engine.edgellm.feedback import Feedback, FeedbackCorrection
 from edgellm_worker.engine.edgellm.misread import ModelFacts

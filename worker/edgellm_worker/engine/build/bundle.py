@@ -11,7 +11,6 @@ or foreign is a miss with its reason, and is built again in place. Weights are n
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -20,21 +19,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from edgellm_worker.engine.build.spec import MODEL_CODE_VERSION, EngineSpec
-from edgellm_worker.engine.edgellm.cache import content_digest
+from edgellm_worker.engine.builders import builder_failure, locked
+from edgellm_worker.engine.checkpoint.digest import content_digest
 from edgellm_worker.engine.errors import BuildError
 from edgellm_worker.engine.trt import Library
 
 MANIFEST: Final = "manifest.json"
 _LAYOUT_VERSION: Final = 1
 _CHILD: Final = "edgellm_worker.engine.build.child"
-_NUM_LOG_LINES: Final = 15
 _MOST_BUILDERS: Final = 4
 
 _log = logging.getLogger(__name__)
@@ -114,7 +112,7 @@ def ensure_bundle(cache_dir: Path, key: BundleKey, make: PlanMaker) -> tuple[Bun
     """
     path = key.folder(cache_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.with_suffix(".lock")):
+    with locked(path.with_suffix(".lock")):
         found = read_bundle(path, key)
         if isinstance(found, Bundle):
             return found, True
@@ -152,17 +150,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """The lock goes with its process, so a killed builder blocks nobody."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def compile_in_children(model_dir: Path, spec: EngineSpec, library: Library, num_networks: int, log: Path) -> PlanMaker:
     """A `PlanMaker` that shares the networks out among builder processes. It raises `BuildError` with the log's tail
     when one fails or is killed.
@@ -180,7 +167,9 @@ def compile_in_children(model_dir: Path, spec: EngineSpec, library: Library, num
             for index, child in enumerate(children):
                 _send(child, {**order, "part": [index, count]})
             codes = [child.wait() for child in children]
-        _raise_failure(codes, log)
+        failed = next((code for code in codes if code), 0)
+        if failed:
+            raise builder_failure("the TensorRT builder", failed, log)
         written = len(list(out.glob("*.plan")))
         if written != num_networks:
             raise BuildError(f"the builder wrote {written} of {num_networks} plans; its log is {log}")
@@ -193,12 +182,3 @@ def _send(child: subprocess.Popen[bytes], order: Mapping[str, Any]) -> None:
         raise BuildError("the builder has no input")
     child.stdin.write(json.dumps(order).encode())
     child.stdin.close()
-
-
-def _raise_failure(codes: Sequence[int], log: Path) -> None:
-    failed = next((code for code in codes if code), 0)
-    if not failed:
-        return
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_NUM_LOG_LINES:])
-    how = f"was killed by signal {-failed}" if failed < 0 else f"exited {failed}"
-    raise BuildError(f"the TensorRT builder {how}; its log is {log}\n{tail}")

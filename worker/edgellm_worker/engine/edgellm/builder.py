@@ -12,19 +12,18 @@ default of 60 costs that many copies of the recurrent state per row.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from edgellm_worker.engine.builders import builder_failure, locked, log_tail
+from edgellm_worker.engine.checkpoint.digest import content_digest
 from edgellm_worker.engine.edgellm.audit import audit
 from edgellm_worker.engine.edgellm.builder_child import EXIT_NO_PLACE_FOR_CORRECTION, EXIT_UNSUPPORTED_MACHINE
 from edgellm_worker.engine.edgellm.bundle import Bundle, read_bundle
@@ -34,7 +33,6 @@ from edgellm_worker.engine.edgellm.cache import (
     BuildWorld,
     bundle_key,
     bundle_path,
-    content_digest,
     read_manifest,
 )
 from edgellm_worker.engine.edgellm.misread import ModelFacts, refuse_misread
@@ -42,7 +40,6 @@ from edgellm_worker.engine.edgellm.native import DISTRIBUTION, package_version
 from edgellm_worker.engine.errors import BuildError, DemandError
 
 _CHILD_MODULE: Final = "edgellm_worker.engine.edgellm.builder_child"
-_NUM_LOG_LINES: Final = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ def build_bundle(model: ModelFacts, cache_dir: Path, options: BuildOptions) -> B
     key = bundle_key(world, options, content_digest(model.model_dir))
     target = bundle_path(cache_dir, world, key)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_suffix(".lock")):
+    with locked(target.with_suffix(".lock")):
         manifest = read_manifest(target, key)
         was_cached = manifest is not None
         if manifest is None:
@@ -128,26 +125,12 @@ def _run_child(order: Mapping[str, Any], log: Path) -> dict[str, str]:
         answer: dict[str, str] = json.loads(result.read_text())
         result.unlink()
         return answer
-    lines = log.read_text(errors="replace").splitlines()[-_NUM_LOG_LINES:]
-    tail = "\n".join(lines)
     if done.returncode == EXIT_UNSUPPORTED_MACHINE:
-        raise BuildError(f"{DISTRIBUTION} does not support this machine: {lines[-1]}")
+        raise BuildError(f"{DISTRIBUTION} does not support this machine: {log_tail(log).splitlines()[-1]}")
     if done.returncode == EXIT_NO_PLACE_FOR_CORRECTION:
         message = (
             "this version of the vendor's builder has no place for the correction of the draft's hidden state; "
-            f"build with --no-correct-draft-feedback to take its drafts as they are\n{tail}"
+            f"build with --no-correct-draft-feedback to take its drafts as they are\n{log_tail(log)}"
         )
         raise BuildError(message)
-    how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"exited {done.returncode}"
-    raise BuildError(f"the vendor's builder {how}; its log is {log}\n{tail}")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One build of a key at a time, over all processes of the machine."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    raise builder_failure("the vendor's builder", done.returncode, log)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from edgellm_worker.engine.checkpoint.digest import content_digest
 from edgellm_worker.engine.edgellm.builder import BuiltBundle, build_bundle
-from edgellm_worker.engine.edgellm.cache import BuildOptions, content_digest
+from edgellm_worker.engine.edgellm.cache import BuildOptions
 from edgellm_worker.engine.edgellm.misread import read_facts
 from edgellm_worker.engine.edgellm.rewrite import rewrite_mtp
 

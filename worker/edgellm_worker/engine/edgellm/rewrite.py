@@ -27,10 +27,10 @@ import ml_dtypes
 import numpy as np
 
 from edgellm_worker.engine.checkpoint.decode import decode
+from edgellm_worker.engine.checkpoint.digest import content_digest
 from edgellm_worker.engine.checkpoint.problems import ProblemLog
 from edgellm_worker.engine.checkpoint.shard import Shard, TensorEntry, open_shard
 from edgellm_worker.engine.checkpoint.weights import Array, Fp8Weight, Nvfp4Weight
-from edgellm_worker.engine.edgellm.cache import content_digest
 from edgellm_worker.engine.edgellm.misread import DRAFT_PREFIX
 from edgellm_worker.engine.edgellm.safetensors_copy import Outgoing, write_safetensors
 from edgellm_worker.engine.errors import CheckpointError
