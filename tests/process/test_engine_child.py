@@ -164,6 +164,11 @@ async def test_prints_of_native_code_do_not_reach_the_pipe():
         assert await tokens_of(handle, 1) == [TRIGGER + 1, TRIGGER + 2, TRIGGER + 3]
 
 
+async def test_an_engine_that_does_not_load_in_time_says_what_to_do():
+    with pytest.raises(EngineError, match=r"not loaded within 0\.01 s: `edgellm-worker build`.*--load-timeout-s"):
+        await ChildEngineHandle.start(options("hang", watchdog=WatchdogLimits(load_s=0.01)))
+
+
 async def test_an_idle_engine_is_never_hung():
     async with running("hang", watchdog=WatchdogLimits(load_s=30, progress_s=0.1)) as handle:
         handle.add(1, request(10))

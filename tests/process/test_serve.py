@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -90,6 +91,31 @@ async def test_a_worker_that_cannot_start_leaves_the_queue_as_it_was(default_ser
             assert worker.wait() == ExitCode.OPERATOR
             assert "config.json" in worker.log.read_text()
         after = client.xinfo_stream(keys.lanes[1])
+    assert (before["length"], before["last-generated-id"]) == (after["length"], after["last-generated-id"])
+    assert num_answered(default_server, queue_name) == 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (("--engine", "tensorrt"), ExitCode.ENGINE, "no NVIDIA driver|cuda-python|TensorRT library"),
+        (("--max-verify-tree-size", "3"), ExitCode.OPERATOR, "max-verify-tree-size 3 is below num_speculative_tokens"),
+        (("--quantization", "nvfp4"), ExitCode.OPERATOR, "quantization nvfp4: the reference engine decodes all weights"),
+    ],
+)
+async def test_an_engine_that_cannot_start_leaves_the_queue_as_it_was(
+    default_server, queue_name, tmp_path: Path, flags: tuple[str, str], code: ExitCode, words: str
+):
+    async with Producer(default_server.url, queue=queue_name) as producer:
+        await producer.submit("def f(", max_tokens=2)
+    lane = Keys(queue_name).lanes[1]
+    with default_server.client() as client:
+        before = client.xinfo_stream(lane)
+        with ServeProcess(default_server, queue_name, tmp_path, *flags) as worker:
+            assert worker.wait() == code
+            assert re.search(words, worker.log.read_text())
+        after = client.xinfo_stream(lane)
     assert (before["length"], before["last-generated-id"]) == (after["length"], after["last-generated-id"])
     assert num_answered(default_server, queue_name) == 0
 

@@ -91,6 +91,9 @@ class Settings(BaseModel):
         metavar="KIND",
     )
     watchdog_s: float = _option(_MODEL, "longest engine step before it counts as hung (child only)", default=30.0, gt=0)
+    load_timeout_s: float = _option(
+        _MODEL, "longest start of the engine, a build included (child only)", default=1800.0, gt=0
+    )
     engine_rss_limit_gib: float | None = _option(
         _MODEL, "replace the engine process between batches above this memory", default=None, gt=0
     )

@@ -69,7 +69,7 @@ async def open_engine(settings: Settings) -> EngineHandle:
         ChildOptions(
             load=Load(settings.engine, str(settings.model_dir), engine_options(settings)),
             rules=_rules(settings),
-            watchdog=WatchdogLimits(progress_s=settings.watchdog_s),
+            watchdog=WatchdogLimits(load_s=settings.load_timeout_s, progress_s=settings.watchdog_s),
             soft_rss_bytes=None if limit is None else round(limit * (1 << 30)),
         )
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 class WatchdogLimits:
     """`load_s` covers loading, building and warm-up; `progress_s` is the allowance of one step."""
 
-    load_s: float = 900.0
+    load_s: float = 1800.0
     progress_s: float = 30.0
     prefill_s_per_1000_tokens: float = 10.0
 
