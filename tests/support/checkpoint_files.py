@@ -13,11 +13,14 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
+from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
 from edgellm_worker.engine.checkpoint.dtypes import DTYPES
 from edgellm_worker.engine.checkpoint.layout import base_parts, mtp_parts
 from edgellm_worker.engine.checkpoint.problems import ProblemLog
 from edgellm_worker.engine.checkpoint.shard import open_shard
+from edgellm_worker.engine.errors import CheckpointError
 from edgellm_worker.engine.models.config import read_config
 
 Tensors = dict[str, np.ndarray]
@@ -179,3 +182,12 @@ class FolderMaker:
             f"model-{number + 1:05d}-of-{count:05d}.safetensors": names[number::count] for number in range(count)
         }
         return self
+
+
+def problems_of(maker: FolderMaker, *, write: bool = True) -> list[str]:
+    """What opening it says, without the path. `write` False: of what lies there already."""
+    if write:
+        maker.write()
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(maker.path)
+    return [problem.removeprefix(f"{maker.path}: ") for problem in caught.value.problems]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm_worker.engine.checkpoint.jsonfile import JsonObject, read_json_object
-from edgellm_worker.engine.checkpoint.problems import ProblemLog
+from edgellm_worker.engine.checkpoint.problems import WHOLE_FOLDER, ProblemLog
 from edgellm_worker.engine.checkpoint.shard import Shard, TensorEntry, open_shard, tensor_map
 
 CONFIG = "config.json"
@@ -60,7 +60,7 @@ class Folder:
 def open_folder(path: Path, problems: ProblemLog) -> Folder | None:
     """Read headers and configs. None only if `path` is no folder; otherwise whatever could be read."""
     if not path.is_dir():
-        problems.add(str(path), "no such checkpoint folder")
+        problems.add(WHOLE_FOLDER, "no such checkpoint folder")
         return None
     notes: list[str] = []
     config = read_json_object(path, CONFIG, problems)
@@ -134,9 +134,9 @@ def _shard_files(
         _check_numbering(present, problems)
         files = present
     if not files:
-        problems.add(str(path), "no safetensors file (other weight formats are not read)")
+        problems.add(WHOLE_FOLDER, "no safetensors file (other weight formats are not read)")
     if len(files) > MAX_SHARDS:
-        problems.add(str(path), f"{len(files)} shards; at most {MAX_SHARDS} are read")
+        problems.add(WHOLE_FOLDER, f"{len(files)} shards; at most {MAX_SHARDS} are read")
     return files[:MAX_SHARDS]
 
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+WHOLE_FOLDER = ""
 MAX_PER_FILE = 200  # a damaged header can be wrong about every tensor; the rest is counted, not listed
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`file` is relative to the checkpoint folder; `tensor` (or module, or key) is None for a fault of the file."""
+    """`file` is relative to the checkpoint folder, or WHOLE_FOLDER; `tensor` (or module, or key) is None for a fault of
+    the file.
+    """
 
     file: str
     message: str
     tensor: str | None = None
 
     def __str__(self) -> str:
-        where = self.file if self.tensor is None else f"{self.file}: {self.tensor}"
-        return f"{where}: {self.message}"
+        return ": ".join(part for part in (self.file, self.tensor, self.message) if part)
 
 
 @dataclass(slots=True)
