@@ -17,6 +17,7 @@ from edgellm_worker.engine.edgellm.rules import EdgeLlmRules, length_class
 from edgellm_worker.engine.errors import RequestError
 from tests.support import fake_edgellm as fake
 from tests.support.edgellm_dump import load_dump
+from tests.support.edgellm_values import ContextCacheLookupPolicy, ToolChoiceMode
 from tests.support.fake_edgellm import Behaviour, Script
 
 CAPACITY = 1024
@@ -141,8 +142,8 @@ def test_what_is_set_arrives() -> None:
     assert set(seen) == set(fake.LLMGenerationRequest.FIELDS) - {"requests", "stream_channels"}
     assert seen["max_generate_length"] == 33
     assert seen["apply_chat_template"] is False
-    assert seen["context_cache_lookup_policy"] is fake.ContextCacheLookupPolicy.BYPASS
-    assert seen["tool_choice"].mode is fake.ToolChoiceMode.NONE
+    assert seen["context_cache_lookup_policy"] is ContextCacheLookupPolicy.BYPASS
+    assert seen["tool_choice"].mode is ToolChoiceMode.NONE
     assert seen["sampling_seed"] is None
 
 
