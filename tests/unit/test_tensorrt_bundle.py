@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 
 from edgellm_worker.engine.build import bundle
 from edgellm_worker.engine.build.bundle import Bundle, BundleKey, Miss, compile_in_children, ensure_bundle, read_bundle
+from edgellm_worker.engine.build.canary import FILE as CANARY_FILE
+from edgellm_worker.engine.build.canary import Canary
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.errors import BuildError
 from edgellm_worker.engine.ops.api import KvDtype
@@ -80,6 +83,18 @@ def test_a_damaged_plan_is_a_miss_and_is_built_again(tmp_path: Path, key: Bundle
     again, was_there = ensure_bundle(tmp_path, key, write)
     assert not was_there
     assert again.plans["a"] == b"one"
+
+
+def test_what_the_canary_must_write_is_kept_with_the_plans(tmp_path: Path, key: BundleKey) -> None:
+    recorded = Canary((1, 2), (3, 4), (0.5, 1.25))
+
+    def with_canary(out: Path) -> None:
+        write(out)
+        (out / CANARY_FILE).write_text(json.dumps(recorded.as_json()))
+
+    built, _ = ensure_bundle(tmp_path, key, with_canary)
+    assert built.canary == recorded
+    assert read_bundle(built.path, key) == built
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"key": 1, "plans": {}}'])

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from edgellm_worker.engine.build.canary import FILE as CANARY_FILE
+from edgellm_worker.engine.build.canary import Canary
 from edgellm_worker.engine.build.spec import MODEL_CODE_VERSION, EngineSpec
 from edgellm_worker.engine.builders import builder_failure, locked
 from edgellm_worker.engine.checkpoint.digest import content_digest
@@ -31,7 +33,7 @@ from edgellm_worker.engine.errors import BuildError
 from edgellm_worker.engine.trt import Library
 
 MANIFEST: Final = "manifest.json"
-_LAYOUT_VERSION: Final = 1
+_LAYOUT_VERSION: Final = 2
 _CHILD: Final = "edgellm_worker.engine.build.child"
 _MOST_BUILDERS: Final = 4
 
@@ -69,6 +71,7 @@ class BundleKey:
 class Bundle:
     path: Path
     plans: Mapping[str, bytes]
+    canary: Canary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +90,13 @@ def read_bundle(path: Path, key: BundleKey) -> Bundle | Miss:
         if manifest["key"] != key.fields:
             return Miss(f"built for something else: {_difference(manifest['key'], key.fields)}")
         plans = {name: (path / f"{name}.plan").read_bytes() for name in manifest["plans"]}
+        canary = Canary.read(manifest["canary"]) if manifest["canary"] is not None else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Miss(f"damaged: {type(error).__name__}: {error}")
     for name, plan in plans.items():
         if hashlib.sha256(plan).hexdigest() != manifest["plans"][name]:
             return Miss(f"damaged: {name}.plan is not what was written")
-    return Bundle(path, plans)
+    return Bundle(path, plans, canary)
 
 
 def _difference(one: object, other: Mapping[str, Any]) -> str:
@@ -103,7 +107,7 @@ def _difference(one: object, other: Mapping[str, Any]) -> str:
 
 
 PlanMaker = Callable[[Path], None]
-"""Writes `<key>.plan` files into a folder."""
+"""Writes `<key>.plan` files into a folder, and what the canary must write (build/canary.py) where it is known."""
 
 
 def ensure_bundle(cache_dir: Path, key: BundleKey, make: PlanMaker) -> tuple[Bundle, bool]:
@@ -133,7 +137,10 @@ def ensure_bundle(cache_dir: Path, key: BundleKey, make: PlanMaker) -> tuple[Bun
 
 def _finish(staging: Path, path: Path, key: BundleKey) -> None:
     plans = {plan.stem: hashlib.sha256(plan.read_bytes()).hexdigest() for plan in sorted(staging.glob("*.plan"))}
-    (staging / MANIFEST).write_text(json.dumps({"key": key.fields, "plans": plans}, indent=1))
+    recorded = staging / CANARY_FILE
+    canary = json.loads(recorded.read_text()) if recorded.exists() else None
+    recorded.unlink(missing_ok=True)
+    (staging / MANIFEST).write_text(json.dumps({"key": key.fields, "plans": plans, "canary": canary}, indent=1))
     for file in staging.iterdir():
         _sync(file)
     _sync(staging)

@@ -2,9 +2,10 @@
 
     {"model_dir": ..., "spec": ..., "flavour": "tensorrt", "part": [i, n], "out": ...}
 
-It records the model's passes, compiles every n-th network from the i-th on, and writes `<key>.plan` files to `out`. A
-compiler that crashes, or is killed for memory, takes this process and not the worker's. It ends with the process that
-started it: whoever kills a build is rid of all of it, and nobody writes into a folder that the next build has removed.
+It records the model's passes, compiles every n-th network from the i-th on, and writes `<key>.plan` files to `out`; the
+first one also what the canary must write. A compiler that crashes, or is killed for memory, takes this process and not
+the worker's. It ends with the process that started it: whoever kills a build is rid of all of it, and nobody writes to
+a folder that the next build has removed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from edgellm_worker.engine.build import canary
 from edgellm_worker.engine.build.builder import Builder
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
@@ -35,6 +37,8 @@ def compile_part(order: Mapping[str, Any]) -> int:
     mine = sorted(segments)[index::count]
     for key in mine:
         Path(order["out"], f"{key}.plan").write_bytes(builder.compile(segments[key], spec.ranges))
+    if index == 0 and (recorded := canary.record(model, spec, checkpoint.path)) is not None:
+        Path(order["out"], canary.FILE).write_text(json.dumps(recorded.as_json()))
     return len(mine)
 
 

@@ -8,6 +8,7 @@ from typing import Final
 from edgellm_worker.engine.api import Engine, EngineLimits, EngineTraits
 from edgellm_worker.engine.build.builder import collecting_logger
 from edgellm_worker.engine.build.bundle import Bundle, BundleKey, compile_in_children, ensure_bundle
+from edgellm_worker.engine.build.canary import check as check_canary
 from edgellm_worker.engine.build.choice import Machine, drafting_of, engine_spec
 from edgellm_worker.engine.build.plan import MemoryPlan, plan_memory
 from edgellm_worker.engine.build.spec import EngineSpec
@@ -63,8 +64,17 @@ def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
         speculative_method=_method(model, drafting),
     )
     grammars = GrammarCompiler(checkpoint.path / "tokenizer.json", model.config.vocab_size)
-    loop = SpeculativeOptions(limits, traits, drafting.draft_length(), options.prefill_chunk_tokens, grammars)
-    return SpeculativeEngine(executor, loop)
+
+    def loop() -> SpeculativeEngine:
+        chosen = drafting.draft_length()
+        return SpeculativeEngine(
+            executor, SpeculativeOptions(limits, traits, chosen, options.prefill_chunk_tokens, grammars)
+        )
+
+    if bundle.canary is not None:
+        # In a loop of its own: what the canary's rounds took tells an adaptive draft length nothing.
+        check_canary(loop(), bundle.canary, is_quantized=spec.runs_fp8 or spec.runs_fp4)
+    return loop()
 
 
 def build_bundle(checkpoint: Checkpoint, options: EngineOptions) -> str:
