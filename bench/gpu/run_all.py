@@ -27,6 +27,27 @@ STEPS = {
 }
 
 
+def device() -> str:
+    """What there is to run on. Raises `EngineFault` where there is no GPU or no TensorRT library."""
+    library = load_library()
+    with Cuda() as cuda:
+        return f"{cuda.name}, {cuda.architecture}, {library.name}"
+
+
+def run_step(name: str) -> int:
+    """-> the step's exit code, 124 when it ran past its limit."""
+    arguments, limit_s = STEPS[name]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/worker:{ROOT}/producer", "PYTHONUNBUFFERED": "1"}
+    began = time.monotonic()
+    try:
+        command = [sys.executable, *arguments]
+        code = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit_s, check=False).returncode
+    except subprocess.TimeoutExpired:
+        code = 124
+    print(f"== {name}: exit {code} after {time.monotonic() - began:.0f} s", flush=True)
+    return code
+
+
 def main(names: list[str]) -> int:
     try:
         library = load_library()
@@ -35,20 +56,7 @@ def main(names: list[str]) -> int:
     except EngineFault as error:
         print(f"skipped: no GPU to run on ({error})")
         return 0
-    failed = []
-    for name in names or list(STEPS):
-        arguments, limit_s = STEPS[name]
-        began = time.monotonic()
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/worker:{ROOT}/producer", "PYTHONUNBUFFERED": "1"}
-        try:
-            code = subprocess.run(
-                [sys.executable, *arguments], cwd=ROOT, env=environment, timeout=limit_s, check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = 124
-        print(f"== {name}: exit {code} after {time.monotonic() - began:.0f} s", flush=True)
-        if code:
-            failed.append(name)
+    failed = [name for name in names or list(STEPS) if run_step(name)]
     print(f"failed: {', '.join(failed) or 'nothing'}")
     return int(bool(failed))
 
