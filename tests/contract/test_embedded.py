@@ -62,6 +62,7 @@ def test_it_dies_with_a_parent_that_was_killed() -> None:
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
         wait_until(lambda: not is_there(path), "the server did not end with its parent")
+        wait_until(lambda: not path.parent.exists(), "its folder was not removed")
 
 
 def test_a_path_with_blanks_and_a_program_that_fails_are_said(tmp_path: Path) -> None:

