@@ -35,6 +35,9 @@ class RecordingDevice:
     def compile(self, _name: str, _macros: dict[str, int]) -> RecordedModule:
         return RecordedModule()
 
+    def resident_blocks(self, _kernel: RecordedKernel, _threads: int) -> int:
+        return 1
+
     def run(
         self, kernel: RecordedKernel, _grid: tuple[int, int, int], _threads: int, arguments: tuple[float, ...]
     ) -> None:

@@ -16,6 +16,7 @@ from edgellm_worker.engine.trt import Flavour, Library
 from tests.support.tensorrt_models import qwen_27b, tiny_shapes
 
 OLD = Machine(Library(None, Flavour.TENSORRT, (8, 6, 1)), "sm90")
+TURING = Machine(Library(None, Flavour.TENSORRT, (8, 6, 1)), "sm75")
 AMPERE = Machine(Library(None, Flavour.TENSORRT_RTX, (1, 7, 1)), "sm86")
 ADA = Machine(Library(None, Flavour.TENSORRT_RTX, (1, 7, 1)), "sm89")
 SPARK = Machine(Library(None, Flavour.TENSORRT_RTX, (1, 7, 1)), "sm121")
@@ -30,17 +31,21 @@ def choose(machine: Machine, scheme: str = "dense", kv: KvScheme = KvScheme.UNQU
     ("machine", "fp8", "fp4"),
     [(OLD, False, False), (AMPERE, False, False), (ADA, True, False), (SPARK, True, True), (THOR, True, True)],
 )
-def test_by_default_weights_run_as_they_are_where_library_and_gpu_can(machine: Machine, fp8: bool, fp4: bool) -> None:
+def test_by_default_weights_run_as_they_are_natively_or_in_our_kernel(machine: Machine, fp8: bool, fp4: bool) -> None:
     spec = choose(machine, "nvfp4")
-    assert (spec.runs_fp8, spec.runs_fp4) == (fp8, fp4)
+    assert (spec.runs_fp8, spec.runs_fp4, spec.packs) == (fp8, fp4, True)
+
+
+def test_what_has_neither_is_decoded() -> None:
+    spec = choose(TURING, "nvfp4")
+    assert (spec.runs_fp8, spec.runs_fp4, spec.packs) == (False, False, False)
 
 
 @pytest.mark.parametrize(
     ("machine", "scheme", "form", "words"),
     [
-        (OLD, "fp8", WeightForm.FP8, r"tensorrt-8\.6\.1 on sm90 cannot run it \(FP8 needs .* TensorRT 10"),
-        (AMPERE, "fp8", WeightForm.FP8, r"on sm86 cannot run it \(FP8 needs compute capability 8\.9"),
-        (ADA, "nvfp4", WeightForm.NVFP4, r"on sm89 cannot run it \(NVFP4 needs compute capability 10\.0"),
+        (TURING, "fp8", WeightForm.FP8, r"tensorrt-8\.6\.1 on sm75 cannot run it \(compute capability 8\.0"),
+        (TURING, "nvfp4", WeightForm.NVFP4, r"on sm75 cannot run it \(compute capability 8\.0"),
     ],
 )
 def test_weights_asked_for_that_cannot_run_are_refused_with_what_would_work(machine, scheme, form, words) -> None:
@@ -51,6 +56,7 @@ def test_weights_asked_for_that_cannot_run_are_refused_with_what_would_work(mach
 
 def test_weights_asked_for_that_can_run_are_taken() -> None:
     assert choose(SPARK, "w4a16", quantization=frozenset({WeightForm.NVFP4})).runs_fp4
+    assert choose(OLD, "nvfp4", quantization=frozenset({WeightForm.NVFP4})).packs
     mixed = EngineOptions(quantization=frozenset({WeightForm.NVFP4, WeightForm.FP8}))
     assert engine_spec(qwen_27b(), KvScheme.FP8, mixed, SPARK).runs_fp8
 
@@ -64,7 +70,7 @@ def test_weights_asked_for_that_the_checkpoint_does_not_have_are_refused_with_wh
 
 def test_decoding_can_be_asked_for() -> None:
     spec = choose(SPARK, "w4a16", quantization=frozenset({WeightForm.FLOAT16}))
-    assert (spec.runs_fp8, spec.runs_fp4) == (False, False)
+    assert (spec.runs_fp8, spec.runs_fp4, spec.packs) == (False, False, False)
 
 
 def test_an_fp8_cache_is_narrowed_by_default_and_refused_when_it_was_asked_for(caplog) -> None:
@@ -83,7 +89,7 @@ def test_a_cache_type_asked_for_wins_over_the_checkpoint() -> None:
 def test_every_unmet_wish_is_told_at_once() -> None:
     wishes = {"quantization": frozenset({WeightForm.NVFP4}), "kv_cache_dtype": KvCacheDtype.FP8}
     with pytest.raises(BuildError) as raised:
-        choose(AMPERE, "nvfp4", **wishes)
+        choose(TURING, "nvfp4", **wishes)
     assert [line.split(":")[0] for line in str(raised.value).splitlines()] == [
         "quantization nvfp4",
         "kv-cache-dtype fp8",

@@ -20,17 +20,15 @@ from edgellm_worker.engine.errors import BuildError
 from edgellm_worker.engine.load import EngineOptions
 from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.ops.api import KvDtype
+from edgellm_worker.engine.ops.tensorrt import AsStored
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from edgellm_worker.engine.trt import Library, Target
 
 DEFAULT_DRAFTS: Final = 3
 _OLDEST_FP8: Final = 89  # compute capability; older GPUs cannot convert e4m3
 _OLDEST_FP4: Final = 100
+_OLDEST_PACKED: Final = 80
 
-_NEEDS: Final = {
-    WeightForm.FP8: "FP8 needs compute capability 8.9 or later and TensorRT 10 or TensorRT-RTX",
-    WeightForm.NVFP4: "NVFP4 needs compute capability 10.0 or later and TensorRT 10.8 or TensorRT-RTX",
-}
 _STORED: Final = {WeightForm.FP8: Fp8Weight, WeightForm.NVFP4: Nvfp4Weight}
 
 _log = logging.getLogger(__name__)
@@ -48,8 +46,18 @@ class Machine:
         return int(self.architecture.removeprefix("sm"))
 
     @property
+    def packs(self) -> bool:
+        """Whether this package's kernel runs quantized weights at their own bytes."""
+        return self.capability >= _OLDEST_PACKED
+
+    @property
     def forms(self) -> frozenset[WeightForm]:
         """In which quantized forms weights run as they are stored."""
+        return frozenset(_STORED) if self.packs else self.native_forms
+
+    @property
+    def native_forms(self) -> frozenset[WeightForm]:
+        """What the library runs."""
         policy = WeightPolicy.of(self.library, Target.CURRENT)
         runs = {
             WeightForm.FP8: policy.runs_fp8 and self.capability >= _OLDEST_FP8,
@@ -78,7 +86,8 @@ def trees_of(model: Model, options: EngineOptions) -> TreeSizes:
 def engine_spec(model: Model, kv_scheme: KvScheme, options: EngineOptions, machine: Machine) -> EngineSpec:
     """What to build. `kv_scheme` is the checkpoint's. Raises `BuildError` and `CapacityError`."""
     trees = trees_of(model, options)
-    forms = frozenset() if WeightForm.FLOAT16 in options.quantization else machine.forms
+    is_decoded = WeightForm.FLOAT16 in options.quantization
+    forms = frozenset() if is_decoded else machine.native_forms
     capacity = min(options.max_kv_cache_capacity, model.config.max_positions)
     if capacity < options.max_kv_cache_capacity:
         _log.warning("max_kv_cache_capacity narrowed from %d to %d", options.max_kv_cache_capacity, capacity)
@@ -90,6 +99,7 @@ def engine_spec(model: Model, kv_scheme: KvScheme, options: EngineOptions, machi
         prefill_chunk=options.prefill_chunk_tokens,
         runs_fp8=WeightForm.FP8 in forms,
         runs_fp4=WeightForm.NVFP4 in forms,
+        packs=machine.packs and not is_decoded,
         lowering=machine.library.lowering,
         max_draft=trees.max_draft_tree_size,
     )
@@ -120,8 +130,8 @@ def _unmet(model: Model, spec: EngineSpec, options: EngineOptions, machine: Mach
         if form not in stored
     ]
     problems += [
-        f"quantization {form}: {machine} cannot run it ({_NEEDS[form]}); quantization float16, or leaving it out,"
-        " decodes such weights to float16"
+        f"quantization {form}: {machine} cannot run it (compute capability 8.0 or later can); quantization float16, or"
+        " leaving it out, decodes such weights to float16"
         for form in wanted
         if form in stored and form not in machine.forms
     ]
@@ -135,6 +145,6 @@ def _unmet(model: Model, spec: EngineSpec, options: EngineOptions, machine: Mach
 
 def stored_forms(model: Model, spec: EngineSpec) -> frozenset[WeightForm]:
     """The quantized forms among the weights of every pass that this engine runs."""
-    graphs = Recorder(spec.drafted(model), spec.layout, lambda weight: weight).all(spec.prefill_chunk).values()
+    graphs = Recorder(spec.drafted(model), spec.layout, AsStored()).all(spec.prefill_chunk).values()
     kinds = {type(weight) for graph in graphs for node in graph.nodes for weight in node.weights}
     return frozenset(form for form, kind in _STORED.items() if kind in kinds)

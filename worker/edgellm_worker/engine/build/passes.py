@@ -11,21 +11,18 @@ Rows of every pass find their state by slot on the device, so a recorded pass kn
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from edgellm_worker.engine.checkpoint.weights import KvScales, Weight
+from edgellm_worker.engine.checkpoint.weights import KvScales
 from edgellm_worker.engine.models.decoder import AttentionLayer
 from edgellm_worker.engine.models.layers import DeltaNetState, fold
 from edgellm_worker.engine.models.mtp import Mtp
 from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.ops.api import DeltaPending, KvCache, KvDtype
 from edgellm_worker.engine.ops.graph import Dtype, Graph, Value
-from edgellm_worker.engine.ops.tensorrt import TensorRtOps
+from edgellm_worker.engine.ops.tensorrt import Reader, TensorRtOps
 from edgellm_worker.engine.runtime.scores import NUM_CANDIDATES
-
-Reader = Callable[[Weight], Weight]
 
 PENDING_HALVES: Final = 2  # k and log g are kept twice: one half is read while the other is written
 

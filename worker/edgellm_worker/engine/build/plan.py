@@ -21,6 +21,7 @@ from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.checkpoint.weights import DenseWeight, Fp8Weight, Nvfp4Weight, Weight
 from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.ops.graph import Graph, Op
+from edgellm_worker.engine.runtime.packed_weights import packed_bytes
 from edgellm_worker.engine.runtime.scores import NUM_CANDIDATES
 
 _LIBRARY_BYTES = 512 << 20
@@ -113,8 +114,13 @@ def weight_bytes(graphs: Iterable[Graph]) -> int:
             if isinstance(step, Segment):
                 for group in step.weight_groups:
                     found[tuple(map(_identity, group.weights))] = _group_bytes(group)
-            elif step.node.op is Op.EMBED:
-                found[_identity(step.node.weights[0]),] = 2 * int(np.prod(step.node.weights[0].shape))
+                continue
+            weights = step.node.weights
+            if step.node.op is Op.EMBED:
+                found[_identity(weights[0]),] = 2 * int(np.prod(weights[0].shape))
+            elif step.node.op is Op.PACKED_LINEAR:
+                found["packed", _identity(weights[0])] = packed_bytes(weights[0])
+                found.update({(_identity(bias),): 4 * int(np.prod(bias.shape)) for bias in weights[1:]})
     return sum(found.values())
 
 

@@ -23,7 +23,7 @@ MODEL_CODE_VERSION = 2
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """`max_verify` is the longest verify pass, 1 builds no draft head; `max_draft` the most drafts of a round (None:
-    all but one of the verify pass). Lengths in tokens.
+    all but one of the verify pass). Lengths in tokens. `runs_fp8`, `runs_fp4` and `packs` as `WeightPolicy` has them.
     """
 
     max_batch_size: int
@@ -35,6 +35,7 @@ class EngineSpec:
     target: Target = Target.CURRENT
     runs_fp8: bool = False
     runs_fp4: bool = False
+    packs: bool = False
     lowering: Lowering = Lowering.ROWS
     max_draft: int | None = None
 
@@ -70,7 +71,7 @@ class EngineSpec:
         return model if self.max_verify > 1 else model.without_mtp()
 
     def reader(self) -> WeightReader:
-        return WeightReader(WeightPolicy(self.runs_fp8, self.runs_fp4))
+        return WeightReader(WeightPolicy(self.runs_fp8, self.runs_fp4, self.packs))
 
     def segments(self, model: Model, reader: WeightReader) -> dict[str, Segment]:
         """Every network this engine runs, by structural key."""

@@ -28,10 +28,11 @@ class Dtype(StrEnum):
 
 
 class Op(StrEnum):
-    """One per method of `Ops`."""
+    """One per method of `Ops`; and a `linear` whose quantized weight stays packed, as our kernel reads it."""
 
     EMBED = "embed"
     LINEAR = "linear"
+    PACKED_LINEAR = "packed_linear"
     FUSED_LINEAR = "fused_linear"
     RMS_NORM = "rms_norm"
     GATED_RMS_NORM = "gated_rms_norm"
@@ -58,10 +59,11 @@ class Op(StrEnum):
     LOG_SUM_EXP = "log_sum_exp"
 
 
-# What looks across tokens, at state, or at whole vocabularies: our kernels, or a library's native layers.
+# What looks across tokens, at state, or at whole vocabularies: our kernels, or a library's native layers. And products
+# with packed weights, which are a kernel's alone.
 KERNEL_OPS = frozenset({
-    Op.EMBED, Op.GATHER_ROWS, Op.TOKEN_POSITIONS, Op.ROPE_ANGLES, Op.ATTEND, Op.CONV_COMMIT, Op.CAUSAL_CONV,
-    Op.GATED_DELTA_RULE, Op.DELTA_FOLD, Op.ARG_MAX, Op.TOP_K, Op.LOG_SUM_EXP,
+    Op.EMBED, Op.PACKED_LINEAR, Op.GATHER_ROWS, Op.TOKEN_POSITIONS, Op.ROPE_ANGLES, Op.ATTEND, Op.CONV_COMMIT,
+    Op.CAUSAL_CONV, Op.GATED_DELTA_RULE, Op.DELTA_FOLD, Op.ARG_MAX, Op.TOP_K, Op.LOG_SUM_EXP,
 })  # fmt: skip
 
 

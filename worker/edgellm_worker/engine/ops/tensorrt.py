@@ -6,8 +6,9 @@ delta rule and L2 norms are float32, as `Ops` demands. Norms compute in float32 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
@@ -19,12 +20,31 @@ from edgellm_worker.engine.ops.graph import Dtype, Graph, Node, Op, Value
 F32, F16, I32 = Dtype.FLOAT32, Dtype.FLOAT16, Dtype.INT32
 
 
+class Reader(Protocol):
+    """In which form weights run."""
+
+    def __call__(self, weight: Weight) -> Weight:
+        """The weight itself, or decoded."""
+
+    def packs(self, weight: Weight, /) -> bool:
+        """Whether a kernel of this package multiplies by it as it is, instead of a network."""
+
+
+class AsStored:
+    """A `Reader` that decodes and packs nothing: what a checkpoint holds."""
+
+    def __call__(self, weight: Weight) -> Weight:
+        return weight
+
+    def packs(self, _weight: Weight) -> bool:
+        return False
+
+
 class TensorRtOps:
     """Implements `Ops[Value]`. Make one per graph; declare inputs with `input`, end with `graph`."""
 
-    def __init__(self, read: Callable[[Weight], Weight] | None = None) -> None:
-        """`read` turns a weight into the form that will run (it decodes what the library or GPU cannot)."""
-        self._read = read or _as_it_is
+    def __init__(self, read: Reader | None = None) -> None:
+        self._read: Reader = read or AsStored()
         self._nodes: list[Node] = []
         self._inputs: dict[str, Value] = {}
 
@@ -54,7 +74,8 @@ class TensorRtOps:
     def linear(self, x: Value, weight: Weight, bias: Weight | None = None) -> Value:
         _same(weight.shape[1], x.shape[-1], "linear")
         weights = [weight] if bias is None else [weight, bias]
-        return self._one(self._node(Op.LINEAR, x, weights=weights), (*x.shape[:-1], weight.shape[0]), F16)
+        op = Op.PACKED_LINEAR if self._read.packs(weight) else Op.LINEAR
+        return self._one(self._node(op, x, weights=weights), (*x.shape[:-1], weight.shape[0]), F16)
 
     def fused_linear(self, x: Value, weights: Sequence[Weight], biases: Sequence[Weight | None]) -> tuple[Value, ...]:
         """One product where all weights are dense and either all or none have a bias; else one each: quantized weights
@@ -177,7 +198,3 @@ def _same(a: object, b: object, op: str) -> None:
 
 def _common(xs: Sequence[Value]) -> Dtype:
     return F32 if any(x.dtype is F32 for x in xs) else F16
-
-
-def _as_it_is(weight: Weight) -> Weight:
-    return weight

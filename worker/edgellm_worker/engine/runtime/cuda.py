@@ -234,6 +234,13 @@ class Cuda:
             self._call("cuFuncSetAttribute", function, limit, shared_bytes)
         return function
 
+    def resident_blocks(self, kernel: Kernel, threads: int) -> int:
+        """How many blocks of `kernel` the whole device holds at once."""
+        count = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        multiprocessors = int(self._call("cuDeviceGetAttribute", count, self._device))
+        name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        return multiprocessors * int(self._call(name, kernel.function, threads, kernel.shared_bytes))
+
     def run(self, kernel: Kernel, grid: tuple[int, int, int], threads: int, arguments: Sequence[Argument]) -> None:
         """Arguments by the kernel's signature: "p" pointer, "i" int, "f" float."""
         values = (tuple(arguments), tuple(_ARGUMENT_TYPES[kind] for kind in kernel.signature))

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgellm_worker.engine.build.segments import WeightGroup
+from edgellm_worker.engine.checkpoint.weights import Nvfp4Weight
 from edgellm_worker.engine.errors import BuildError
 from edgellm_worker.engine.ops.graph import KERNEL_OPS, Dtype, Node, Op, Value
 from edgellm_worker.engine.runtime.cuda import Cuda, Kernel
+from edgellm_worker.engine.runtime.packed_linear import Operands, PackedLinear
 from edgellm_worker.engine.runtime.tensorrt_layout import HeadChain, is_step
 from edgellm_worker.engine.runtime.tensorrt_place import Binding, Control, Mode, Place
 from edgellm_worker.engine.runtime.tensorrt_row_kernels import RowKernels
@@ -42,6 +44,7 @@ class Kernels:
         self._compiled: dict[tuple[str, str, tuple[tuple[str, int], ...]], Kernel] = {}
         self._frequencies: dict[tuple[float, ...], int] = {}
         self._rows = RowKernels(cuda, weights, self._row_kernel)
+        self._packed = PackedLinear(cuda)
         self._scratch: dict[tuple[int, int], tuple[int, int]] = {}
 
     def kernel(self, file: str, name: str, signature: str, macros: dict[str, int], shared_bytes: int = 0) -> Kernel:
@@ -76,6 +79,16 @@ class Kernels:
         return self.call(
             kernel, (out.num_rows, 1, 1), 256, table, ids.pointer, place.pointer(out), width, vocab, ids.stride
         )
+
+    def packed_linear(self, node: Node, place: Place) -> Launch:
+        (x,), (out,) = node.inputs, node.outputs
+        weight, *biases = node.weights
+        packed = self._weights.packed(weight)
+        bias = self._weights.vector(WeightGroup((biases[0],), is_matrix=False)) if biases else 0
+        n, k = weight.shape
+        pointers = (place.pointer(x), packed.data, packed.scales, bias, place.pointer(out))
+        operands = Operands(*pointers, out.num_rows, n, k, packed.factor)
+        return self._packed.prepare(operands, is_fp4=isinstance(weight, Nvfp4Weight))
 
     def gather_rows(self, node: Node, place: Place) -> Launch:
         x, index = node.inputs
@@ -296,6 +309,7 @@ def _delta_macros(k: Value, state: Value) -> dict[str, int]:
 
 _CALLS: dict[Op, Callable[[Kernels, Node, Place], Launch | None]] = {
     Op.EMBED: Kernels.embed,
+    Op.PACKED_LINEAR: Kernels.packed_linear,
     Op.GATHER_ROWS: Kernels.gather_rows,
     Op.TOKEN_POSITIONS: Kernels.token_positions,
     Op.ROPE_ANGLES: Kernels.rope_angles,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,8 +11,16 @@ from edgellm_worker.engine.build.segments import WeightGroup
 from edgellm_worker.engine.checkpoint.decode import decode
 from edgellm_worker.engine.checkpoint.weights import Array, DenseWeight, Fp8Weight, Nvfp4Weight, Weight
 from edgellm_worker.engine.runtime.cuda import Cuda
+from edgellm_worker.engine.runtime.packed_weights import factor, pack_data, pack_scales
 
 Maker = Callable[[], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPointers:
+    data: int
+    scales: int
+    factor: float
 
 
 class WeightStore:
@@ -33,6 +42,12 @@ class WeightStore:
         return self._once(
             key, group.weights, lambda: np.concatenate([decode(weight).ravel() for weight in group.weights])
         )
+
+    def packed(self, weight: Weight) -> PackedPointers:
+        """As kernels/packed.cu reads it."""
+        data = self._once(("packed", weight), (weight,), lambda: pack_data(weight))
+        scales = self._once(("packed scales", weight), (weight,), lambda: pack_scales(weight))
+        return PackedPointers(data, scales, factor(weight))
 
     def inputs(self, group: WeightGroup) -> dict[str, int]:
         """Network input name suffix -> device pointer."""
