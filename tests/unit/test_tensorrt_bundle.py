@@ -10,27 +10,36 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from edgellm_worker.engine.build import bundle
 from edgellm_worker.engine.build.bundle import Bundle, BundleKey, Miss, compile_in_children, ensure_bundle, read_bundle
 from edgellm_worker.engine.build.canary import FILE as CANARY_FILE
 from edgellm_worker.engine.build.canary import Canary
+from edgellm_worker.engine.build.segments import Segment, cut
 from edgellm_worker.engine.build.spec import EngineSpec
-from edgellm_worker.engine.errors import BuildError
+from edgellm_worker.engine.build.weight_policy import WeightPolicy, WeightReader
+from edgellm_worker.engine.checkpoint.weights import Nvfp4Weight
+from edgellm_worker.engine.errors import BuildError, EngineError
 from edgellm_worker.engine.ops.api import KvDtype
+from edgellm_worker.engine.ops.graph import Dtype
+from edgellm_worker.engine.ops.tensorrt import TensorRtOps
+from edgellm_worker.engine.runtime import tensorrt_engine
 from edgellm_worker.engine.trt import Flavour, Library
 from tests.support.redis_server import wait_until
 from tests.support.tensorrt_models import TINY
 
 SPEC = EngineSpec(4, 512, 4, KvDtype.FLOAT16)
+NETWORKS = ("a", "b")
 LIBRARY = Library(None, Flavour.TENSORRT, (10, 15, 0))
 
 
 @pytest.fixture(scope="module")
 def key() -> BundleKey:
-    return BundleKey.of(TINY, SPEC, LIBRARY, "sm90")
+    return BundleKey.of(TINY, SPEC, LIBRARY, "sm90", NETWORKS)
 
 
 def write(out: Path) -> None:
@@ -58,7 +67,7 @@ def test_a_bundle_is_built_once_and_read_back(tmp_path: Path, key: BundleKey) ->
     ],
 )
 def test_every_option_is_in_the_key(key: BundleKey, change: dict[str, object], tmp_path: Path) -> None:
-    other = BundleKey.of(TINY, replace(SPEC, **change), LIBRARY, "sm90")
+    other = BundleKey.of(TINY, replace(SPEC, **change), LIBRARY, "sm90", NETWORKS)
     assert other.folder(tmp_path) != key.folder(tmp_path)
 
 
@@ -69,11 +78,37 @@ def test_library_gpu_and_checkpoint_are_in_the_key(key: BundleKey, tmp_path: Pat
         (copy / file.name).write_bytes(file.read_bytes())
     (copy / "config.json").write_text((TINY / "config.json").read_text().replace("1e-06", "1e-05"))
     others = (
-        BundleKey.of(TINY, SPEC, replace(LIBRARY, version=(10, 15, 1)), "sm90"),
-        BundleKey.of(TINY, SPEC, LIBRARY, "sm110"),
-        BundleKey.of(copy, SPEC, LIBRARY, "sm90"),
+        BundleKey.of(TINY, SPEC, replace(LIBRARY, version=(10, 15, 1)), "sm90", NETWORKS),
+        BundleKey.of(TINY, SPEC, LIBRARY, "sm110", NETWORKS),
+        BundleKey.of(copy, SPEC, LIBRARY, "sm90", NETWORKS),
+        BundleKey.of(TINY, SPEC, LIBRARY, "sm90", ("a", "c")),
     )
-    assert len({k.folder(tmp_path) for k in (key, *others)}) == 4
+    assert len({k.folder(tmp_path) for k in (key, *others)}) == 5
+
+
+def test_a_scale_that_is_a_constant_of_a_network_is_in_its_key() -> None:
+    """So is the bundle's, where the files' digest does not see one number in a large file."""
+    keys = []
+    for scale in (0.5, 0.25):
+        weight = Nvfp4Weight(
+            np.zeros((16, 8), np.uint8), np.ones((16, 1), np.float32), np.float32(1), np.float32(scale)
+        )
+        ops = TensorRtOps(WeightReader(WeightPolicy(runs_fp8=True, runs_fp4=True)))
+        graph = ops.graph({"y": ops.linear(ops.input("x", (1, 1, 16), Dtype.FLOAT16), weight)})
+        keys.append([step.key for step in cut(graph) if isinstance(step, Segment)])
+    assert len(keys[0]) == 1
+    assert keys[0] != keys[1]
+
+
+def test_a_plan_that_its_library_does_not_read_says_what_to_remove() -> None:
+    module = SimpleNamespace(
+        Runtime=lambda _logger: SimpleNamespace(deserialize_cuda_engine=lambda _plan: None),
+        ILogger=type("ILogger", (), {"Severity": SimpleNamespace(ERROR=1)}),
+    )
+    with pytest.raises(
+        EngineError, match=r"plan a cannot be read by tensorrt-10\.15\.0 on this GPU; remove /cache/x to"
+    ):
+        tensorrt_engine._loaded(Bundle(Path("/cache/x"), {"a": b"?"}), replace(LIBRARY, module=module), None)
 
 
 def test_a_damaged_plan_is_a_miss_and_is_built_again(tmp_path: Path, key: BundleKey) -> None:
@@ -108,7 +143,7 @@ def test_a_manifest_that_is_none_is_a_miss_with_a_reason(tmp_path: Path, key: Bu
 
 def test_a_foreign_bundle_names_what_differs(tmp_path: Path, key: BundleKey) -> None:
     built, _ = ensure_bundle(tmp_path, key, write)
-    other = BundleKey.of(TINY, replace(SPEC, max_verify=6), LIBRARY, "sm89")
+    other = BundleKey.of(TINY, replace(SPEC, max_verify=6), LIBRARY, "sm89", NETWORKS)
     expected = Miss("built for something else: gpu, max_draft_tree_size, max_verify_tree_size, options")
     assert read_bundle(built.path, other) == expected
 

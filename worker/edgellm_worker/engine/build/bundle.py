@@ -5,8 +5,9 @@
                                               /.building-*     unfinished, never read
 
 The digest is of the key: checkpoint content, model code version, every build option (tree sizes among them), library,
-version, GPU. A bundle is written to a temporary folder, synced, and renamed: it is whole or absent. One that is damaged
-or foreign is a miss with its reason, and is built again in place. Weights are not in it: they are network inputs.
+version, GPU, structure of the networks. A bundle is written to a temporary folder, synced, and renamed: it is whole or
+absent. One that is damaged or foreign is a miss with its reason, and is built again in place. Weights are not in it: they
+are network inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -49,7 +50,10 @@ class BundleKey:
     fields: Mapping[str, Any]
 
     @classmethod
-    def of(cls, model_dir: Path, spec: EngineSpec, library: Library, gpu: str) -> BundleKey:
+    def of(cls, model_dir: Path, spec: EngineSpec, library: Library, gpu: str, networks: Collection[str]) -> BundleKey:
+        """`networks` are their structural keys. Some scales are constants of a network, and `content_digest` reads only
+        samples of large files: a scale that was changed in the files must not meet the plan of the old one.
+        """
         fields = {
             "layout_version": _LAYOUT_VERSION,
             "model_code_version": MODEL_CODE_VERSION,
@@ -59,6 +63,7 @@ class BundleKey:
             "max_verify_tree_size": spec.max_verify,
             "max_draft_tree_size": spec.max_draft_tree_size,
             "checkpoint": content_digest(model_dir),
+            "networks": hashlib.sha256(" ".join(sorted(networks)).encode()).hexdigest(),
         }
         return cls(library.name, gpu, fields)
 

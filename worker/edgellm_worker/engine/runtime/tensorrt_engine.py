@@ -13,7 +13,7 @@ from edgellm_worker.engine.build.choice import Machine, drafting_of, engine_spec
 from edgellm_worker.engine.build.plan import MemoryPlan, plan_memory
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint
-from edgellm_worker.engine.errors import CapacityError
+from edgellm_worker.engine.errors import CapacityError, EngineError
 from edgellm_worker.engine.load import EngineOptions
 from edgellm_worker.engine.models.registry import Model, read_model
 from edgellm_worker.engine.runtime.cuda import Cuda
@@ -22,7 +22,7 @@ from edgellm_worker.engine.runtime.speculative import SpeculativeEngine, Specula
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from edgellm_worker.engine.runtime.tensorrt_executor import TensorRtExecutor, TensorRtOptions
 from edgellm_worker.engine.runtime.tensorrt_program import Engines
-from edgellm_worker.engine.trt import load_library
+from edgellm_worker.engine.trt import Library, load_library
 
 NAME: Final = "tensorrt"
 
@@ -40,8 +40,7 @@ def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
         spec = engine_spec(model, checkpoint.base.kv.scheme, options, machine)
         _require_room(plan_memory(model, spec), cuda)
         bundle, _ = _bundle(checkpoint.path, model, spec, machine, options.cache_dir)
-        engines = Engines(library, cuda, collecting_logger(library))
-        engines.load(bundle.plans)
+        engines = _loaded(bundle, library, cuda)
         executor = TensorRtExecutor(
             model,
             spec.layout,
@@ -103,11 +102,21 @@ def engine_limits(model: Model, spec: EngineSpec, options: EngineOptions, num_dr
 
 
 def _bundle(model_dir: Path, model: Model, spec: EngineSpec, machine: Machine, cache_dir: Path) -> tuple[Bundle, bool]:
-    key = BundleKey.of(model_dir, spec, machine.library, machine.architecture)
+    networks = spec.segments(model, spec.reader()).keys()
+    key = BundleKey.of(model_dir, spec, machine.library, machine.architecture, networks)
     folder = key.folder(cache_dir.expanduser())
-    num_networks = len(spec.segments(model, spec.reader()))
-    make = compile_in_children(model_dir, spec, machine.library, num_networks, folder.with_suffix(".log"))
+    make = compile_in_children(model_dir, spec, machine.library, len(networks), folder.with_suffix(".log"))
     return ensure_bundle(cache_dir.expanduser(), key, make)
+
+
+def _loaded(bundle: Bundle, library: Library, cuda: Cuda) -> Engines:
+    """Raises `EngineError` for a plan that its own library does not read, under a driver of another release perhaps."""
+    engines = Engines(library, cuda, collecting_logger(library))
+    try:
+        engines.load(bundle.plans)
+    except EngineError as error:
+        raise EngineError(f"{error}; remove {bundle.path} to build it again") from error
+    return engines
 
 
 def _method(model: Model, drafting: SpeculativeConfig) -> str:
