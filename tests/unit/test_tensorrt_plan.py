@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 from edgellm_worker.cli.main import main
 from edgellm_worker.engine.build.plan import plan_grid, plan_memory, verify_state_bytes_per_position
 from edgellm_worker.engine.build.spec import EngineSpec
+from edgellm_worker.engine.errors import CapacityError
 from edgellm_worker.engine.ops.api import KvDtype
+from edgellm_worker.engine.runtime import tensorrt_engine
 from tests.support.tensorrt_models import TINY, qwen_27b, tiny_shapes
 
 SPEC = EngineSpec(4, 4096, 4, KvDtype.FP8, runs_fp8=True, runs_fp4=True)
@@ -56,11 +59,43 @@ def test_kv_cache_is_one_byte_an_element_in_fp8(large) -> None:
     assert half == 2 * plan_memory(large, SPEC, 0).kv_cache_bytes == 2 * 17 * 2 * 4 * 4 * 4096 * 256
 
 
+class SmallGpu:
+    """What `_require_room` asks of a device."""
+
+    def __init__(self, free_bytes: int) -> None:
+        self._free_bytes = free_bytes
+
+    def memory(self) -> tuple[int, int]:
+        return self._free_bytes, 32 << 30
+
+
+def test_a_gpu_without_room_is_refused_before_anything_is_built_or_loaded(large) -> None:
+    plan = plan_memory(large, SPEC, 20 << 30)
+    tensorrt_engine._require_room(plan, SmallGpu(plan.total_bytes))
+    with pytest.raises(
+        CapacityError, match=r"needs 2\d\.\d\d GiB \(weights 20\.00.* of 32\.00 GiB free: fewer slots.*plan MODEL"
+    ):
+        tensorrt_engine._require_room(plan, SmallGpu(plan.total_bytes - 1))
+
+
 def test_weights_without_a_draft_are_counted_without_it() -> None:
     model = tiny_shapes("qwen3_5_text")
     with_draft, without = (plan_memory(model, replace(SPEC, max_verify=verify)) for verify in (4, 1))
     assert with_draft.weights_bytes > without.weights_bytes > 0
     assert with_draft.kv_cache_bytes > without.kv_cache_bytes
+
+
+def test_the_command_plans_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tree sizes are the drafts that room is kept for; a cache type wins over the checkpoint's."""
+    kv_bytes = []
+    for flags in ([], ["--kv-cache-dtype", "fp8"]):
+        assert main(["plan", str(TINY), "--json", "--max-verify-tree-size", "8", *flags], {}) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        assert {row["num_drafts"] for row in rows} == {0, 1, 3, 5, 7}
+        kv_bytes.append(rows[-1]["memory"]["kv_cache_bytes"])
+    assert kv_bytes[0] == 2 * kv_bytes[1]
+    assert main(["plan", str(TINY), "--max-verify-tree-size", "3"], {}) == 2
+    assert "max-verify-tree-size 3 is below num_speculative_tokens + 1, 4" in capsys.readouterr().err
 
 
 def test_the_command_prints_a_table_and_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

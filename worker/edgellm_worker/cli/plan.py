@@ -15,18 +15,28 @@ from dataclasses import asdict
 
 from edgellm_worker.cli.options import add_settings, given_flags
 from edgellm_worker.config import load_settings
+from edgellm_worker.engine.build.choice import trees_of
 from edgellm_worker.engine.build.plan import PlanRow, plan_grid, verify_state_bytes_per_position
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
 from edgellm_worker.engine.checkpoint.quantization import KvScheme
+from edgellm_worker.engine.demands import KvCacheDtype, WeightForm
 from edgellm_worker.engine.errors import EngineFault
 from edgellm_worker.engine.models.registry import read_model
 from edgellm_worker.engine.ops.api import KvDtype
 from edgellm_worker.engine.runtime.cuda import Cuda
+from edgellm_worker.engines import engine_options
 from edgellm_worker.errors import ConfigError, ExitCode
 
-FIELDS = ("speculative_config", "max_batch_size", "max_kv_cache_capacity")
-DEFAULT_DRAFTS = 3
+FIELDS = (
+    "quantization",
+    "kv_cache_dtype",
+    "speculative_config",
+    "max_batch_size",
+    "max_kv_cache_capacity",
+    "max_verify_tree_size",
+    "max_draft_tree_size",
+)
 _GIB = float(1 << 30)
 
 
@@ -35,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget-gib", type=float, metavar="N", help="memory to fit into (default: this machine's GPU, if any)"
     )
-    parser.add_argument("--decode-weights", action="store_true", help="count quantized weights as float16")
+    parser.add_argument("--decode-weights", action="store_true", help="as --quantization float16")
     parser.add_argument("--json", action="store_true", help="print the table as JSON, in bytes")
     add_settings(parser, FIELDS)
 
@@ -45,15 +55,17 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     budget = _budget_bytes(arguments.budget_gib)
     checkpoint = open_checkpoint(settings.model_dir, read_values=False)
     model = read_model(checkpoint.model_config, checkpoint.base, checkpoint.draft)
-    drafting = settings.speculative_config
-    wanted = 0 if model.mtp is None else DEFAULT_DRAFTS if drafting is None else drafting.num_speculative_tokens
+    trees = trees_of(model, engine_options(settings))
+    wanted = trees.max_verify_tree_size - 1
+    is_decoded = arguments.decode_weights or WeightForm.FLOAT16 in settings.quantization
     spec = EngineSpec(
         max_batch_size=settings.max_batch_size,
         max_kv_cache_capacity=min(settings.max_kv_cache_capacity, model.config.max_positions),
-        max_verify=wanted + 1,
-        kv_dtype=KvDtype.FP8 if checkpoint.base.kv.scheme is KvScheme.FP8 else KvDtype.FLOAT16,
-        runs_fp8=not arguments.decode_weights,
-        runs_fp4=not arguments.decode_weights,
+        max_verify=trees.max_verify_tree_size,
+        kv_dtype=_kv_dtype(checkpoint.base.kv.scheme, settings.kv_cache_dtype),
+        runs_fp8=not is_decoded,
+        runs_fp4=not is_decoded,
+        packs=not is_decoded,
     )
     batches = sorted({1, 2, 4, 8, spec.max_batch_size})
     drafts = sorted({0, 1, 3, 5, wanted}) if model.mtp is not None else [0]
@@ -75,6 +87,12 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
         )
         return ExitCode.OPERATOR
     return ExitCode.DONE
+
+
+def _kv_dtype(scheme: KvScheme, wanted: KvCacheDtype) -> KvDtype:
+    if wanted is not KvCacheDtype.AUTO:
+        return KvDtype(wanted.value)
+    return KvDtype.FP8 if scheme is KvScheme.FP8 else KvDtype.FLOAT16
 
 
 def table(rows: Sequence[PlanRow], budget: float | None) -> str:

@@ -6,8 +6,8 @@
 
 The digest is of the key: checkpoint content, model code version, every build option (tree sizes among them), library,
 version, GPU, structure of the networks. A bundle is written to a temporary folder, synced, and renamed: it is whole or
-absent. One that is damaged or foreign is a miss with its reason, and is built again in place. Weights are not in it: they
-are network inputs.
+absent. One that is damaged or foreign is a miss with its reason, and is built again in place. Weights are no part
+of it: they are network inputs.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class WeightGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """`weight_groups[i]` is the network input `w{i}`; inputs are `x{i}`, outputs `y{i}`. A `joined` node gives the whole
+    """`weight_groups[i]` is the network input `w{i}`; inputs are `x{i}`, outputs `y{i}`. A `joined` node gives all
     of its product as its first output: what reads its parts finds them there.
     """
 
