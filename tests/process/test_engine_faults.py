@@ -57,7 +57,7 @@ async def worker_with(rig: Rig, mode: str, *, soft_rss_bytes: int | None = None)
         load=Load("counting", ""),
         rules=SpeculativeRules,
         command=(sys.executable, str(SCRIPT), mode),
-        watchdog=WatchdogLimits(load_s=30, progress_s=0.6, prefill_s_per_1000_tokens=0),
+        watchdog=WatchdogLimits(load_s=30, progress_s=0.8 if mode == "hang" else 20.0, prefill_s_per_1000_tokens=0),
         backoff_s=(0.05,),
         soft_rss_bytes=soft_rss_bytes,
     )
