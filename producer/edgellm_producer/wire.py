@@ -333,8 +333,12 @@ def job_from(fields: dict[str, Any]) -> Job:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # An error of the whole job has no place; its type is the field to blame then (see `Job._whole`).
         field = ".".join(str(part) for part in first["loc"][:2]) or first["type"]
-        code = ErrorCode.UNSUPPORTED_FIELD if first["type"] == "extra_forbidden" else ErrorCode.INVALID_FIELD
-        raise JobRejected(code, _short(first["msg"]), field=field and _short(field)) from error
+        named = field and _short(field)
+        if first["type"] == "extra_forbidden":
+            message = f"no field of protocol version {VERSION}"
+            raise JobRejected(ErrorCode.UNSUPPORTED_FIELD, message, field=named) from error
+        message = _short(first["msg"].removeprefix("Value error, "))
+        raise JobRejected(ErrorCode.INVALID_FIELD, message, field=named) from error
 
 
 def decode_job(payload: bytes) -> Job:

@@ -101,6 +101,23 @@ def test_a_wrong_job_is_rejected_by_field_before_it_is_sent(
     assert (caught.value.code, caught.value.field) == (code, field)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prompt": "x", "lora": "a"}, "lora: no field of protocol version 1"),
+        (
+            {"prompt": "x", "response_format": {"type": "xml"}},
+            "response_format: type is 'xml', not one of text, json_object, json_schema, regex",
+        ),
+    ],
+    ids=["unknown field", "a check of our own"],
+)
+def test_a_rejection_says_why_in_the_protocols_words(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(JobRejected) as caught:
+        seal(fields)
+    assert str(caught.value) == said
+
+
 def test_deep_nesting_is_rejected_by_field() -> None:
     deep: object = 1
     for _ in range(40):
