@@ -1,6 +1,6 @@
 """Whole generations of quantized checkpoints on the GPU against the reference engine: greedy, in batches, with drafts.
 
-    python bench/gpu/quantized_generation.py [FIXTURE ...]
+    python bench/gpu/quantized_generation.py [FIXTURE ...]     with $KERNELS set, without TensorRT
 
 The checkpoints are ModelOpt's exports under tests/golden/quantized. Weights stay packed: their products run in this
 package's kernel, in steps and in prefill. Where the two first differ, the reference's own gap between its best two
@@ -13,20 +13,24 @@ import faulthandler
 import json
 import logging
 import os
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from bench.gpu.harness import ROOT, save, say
+from bench.gpu.harness import ROOT, NoNetworks, save, say
 from bench.gpu.tiny import Generated, Networks, run_prompts, spec
 from edgellm_worker.engine.api import EngineLimits, EngineTraits, GenerationRequest, SamplingParams
 from edgellm_worker.engine.build.passes import Recorder
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from edgellm_worker.engine.checkpoint.quantization import KvScheme
+from edgellm_worker.engine.errors import EngineError
 from edgellm_worker.engine.load import EngineOptions
 from edgellm_worker.engine.models.registry import Model, read_model
 from edgellm_worker.engine.ops.api import KvDtype
 from edgellm_worker.engine.ops.graph import Op
+from edgellm_worker.engine.runtime.cuda import Cuda
 from edgellm_worker.engine.runtime.draft_length import FixedDraftLength
 from edgellm_worker.engine.runtime.reference import open_engine
 from edgellm_worker.engine.runtime.speculative import SpeculativeEngine, SpeculativeOptions
@@ -69,6 +73,22 @@ def loop(executor: TensorRtExecutor, model: Model, num_drafts: int) -> Speculati
     return SpeculativeEngine(executor, SpeculativeOptions(limits, traits, FixedDraftLength(num_drafts)))
 
 
+class ForbiddenNetworks(NoNetworks):
+    """With $KERNELS there is no TensorRT: then every product must be a kernel's."""
+
+    def prepare(self, key: str, num_rows: int, *_arguments: object) -> Callable[[], None]:
+        raise EngineError(f"network {key} for {num_rows} rows, and there is no TensorRT")
+
+
+def open_executor(model: Model, wanted: EngineSpec, level: int) -> TensorRtExecutor:
+    options = TensorRtOptions(CHUNK, lowering=wanted.lowering)
+    if not os.environ.get("KERNELS"):
+        return Networks(model, level).executor(wanted, options)
+    executor = TensorRtExecutor(model, wanted.layout, Cuda(), ForbiddenNetworks(), wanted.reader(), options)
+    executor.warm_up([MOST_DRAFTS])
+    return executor
+
+
 def num_packed(model: Model, wanted: EngineSpec) -> int:
     """Products of a verify pass that the packed kernel runs."""
     graph = Recorder(model, wanted.layout, wanted.reader()).verify(MOST_ROWS, MOST_DRAFTS + 1)
@@ -97,7 +117,7 @@ def run(name: str, level: int) -> list[dict[str, object]]:
     wanted = [reference(checkpoint, prompt) for prompt in prompts]
     kv_dtype = KvDtype.FP8 if checkpoint.base.kv.scheme is KvScheme.FP8 else KvDtype.FLOAT16
     engine_spec = replace(spec(MOST_ROWS, MOST_DRAFTS + 1, level, CAPACITY, CHUNK), kv_dtype=kv_dtype, packs=True)
-    executor = Networks(model, level).executor(engine_spec, TensorRtOptions(CHUNK))
+    executor = open_executor(model, engine_spec, level)
     packed = num_packed(model, engine_spec)
     rows: list[dict[str, object]] = []
     for num_drafts in (0, MOST_DRAFTS):
@@ -119,12 +139,17 @@ def run(name: str, level: int) -> list[dict[str, object]]:
 
 
 def main(names: list[str]) -> int:
+    """Several fixtures are as many processes at once."""
+    if len(names) != 1:
+        children = [subprocess.Popen([sys.executable, __file__, name]) for name in names or FIXTURES]
+        codes = [child.wait() for child in children]
+        return int(any(codes))
     logging.basicConfig(level=logging.INFO)
-    level = int(os.environ.get("LEVEL", "1"))
-    rows = [row for name in names or FIXTURES for row in run(name, level)]
-    save("quantized_generation.json", rows)
+    (name,) = names
+    rows = run(name, int(os.environ.get("LEVEL", "1")))
+    save(f"quantized_{name}.json", rows)
     num_faults = sum(len(row["faults"]) for row in rows)
-    say(f"quantized generation: {len(rows)} runs, {num_faults} faults")
+    say(f"{name}: {len(rows)} runs, {num_faults} faults")
     return int(num_faults > 0)
 
 

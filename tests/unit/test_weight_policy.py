@@ -82,6 +82,18 @@ def test_no_network_holds_a_quantized_product(scheme: str, lowering: Lowering) -
         assert not any(isinstance(node.weights[0], DenseWeight) for node in packed)
 
 
+def test_dense_products_beside_quantized_ones_are_still_one_product() -> None:
+    """The small gates of Gated DeltaNet stay in 16 bits: one launch for both."""
+    ops = TensorRtOps(SPEC.reader())
+    weights = [fp8(), DENSE, nvfp4(None), DenseWeight(np.zeros((8, 64), np.float16))]
+    outputs = ops.fused_linear(ops.input("x", (1, 2, 64), Dtype.FLOAT16), weights, [None] * 4)
+    assert [out.shape[-1] for out in outputs] == [32, 32, 32, 8]
+    nodes = ops.graph({}).nodes
+    assert sorted(node.op for node in nodes) == [Op.FUSED_LINEAR, Op.PACKED_LINEAR, Op.PACKED_LINEAR]
+    firsts = [out.producer.weights[0] for out in outputs if out.producer is not None]
+    assert [[first is weight for weight in weights].index(True) for first in firsts] == [0, 1, 2, 1]
+
+
 @pytest.mark.parametrize("is_fp4", [True, False])
 def test_a_packed_product_is_launched_with_its_operands(is_fp4: bool) -> None:
     device = RecordingDevice()

@@ -16,7 +16,7 @@ from edgellm_worker.engine.ops.api import KvDtype
 from edgellm_worker.engine.ops.graph import Lowering
 from edgellm_worker.engine.trt import Target
 
-MODEL_CODE_VERSION = 2
+MODEL_CODE_VERSION = 3
 """Raise it when recording or lowering changes what a plan computes: older bundles are then misses."""
 
 

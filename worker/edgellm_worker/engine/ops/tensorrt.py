@@ -78,16 +78,21 @@ class TensorRtOps:
         return self._one(self._node(op, x, weights=weights), (*x.shape[:-1], weight.shape[0]), F16)
 
     def fused_linear(self, x: Value, weights: Sequence[Weight], biases: Sequence[Weight | None]) -> tuple[Value, ...]:
-        """One product where all weights are dense and either all or none have a bias; else one each: quantized weights
-        have scales of their own.
+        """One product of the dense weights, where either all or none of them have a bias. The others have one each:
+        quantized weights have scales of their own.
         """
-        given = [bias for bias in biases if bias is not None]
-        is_dense = all(isinstance(self._read(weight), DenseWeight) for weight in weights)
-        if not is_dense or len(given) not in (0, len(weights)):
-            return tuple(self.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-        sizes = tuple(weight.shape[0] for weight in weights)
-        node = self._node(Op.FUSED_LINEAR, x, weights=[*weights, *given], attrs=(sizes,))
-        return node.emit(*(((*x.shape[:-1], size), F16) for size in sizes))
+        pairs = list(zip(weights, biases, strict=True))
+        are_dense = [isinstance(self._read(weight), DenseWeight) for weight in weights]
+        dense = [pair for pair, is_dense in zip(pairs, are_dense, strict=True) if is_dense]
+        given = [bias for _, bias in dense if bias is not None]
+        if len(dense) < 2 or len(given) not in (0, len(dense)):
+            return tuple(self.linear(x, weight, bias) for weight, bias in pairs)
+        sizes = tuple(weight.shape[0] for weight, _ in dense)
+        node = self._node(Op.FUSED_LINEAR, x, weights=[*(weight for weight, _ in dense), *given], attrs=(sizes,))
+        joint = iter(node.emit(*(((*x.shape[:-1], size), F16) for size in sizes)))
+        return tuple(
+            next(joint) if is_dense else self.linear(x, *pair) for pair, is_dense in zip(pairs, are_dense, strict=True)
+        )
 
     def rms_norm(self, x: Value, weight: Weight, eps: float, *, zero_centred: bool) -> Value:
         _same(weight.shape[0], x.shape[-1], "rms_norm")
