@@ -81,6 +81,8 @@ class TestLinger:
         assert box.next_wake(0.25, IDLE) == 0.25
         assert former().next_wake(0.0, IDLE) is None
         assert box.next_wake(0.25, EngineView(0, ("shared", ()))) == 0.25
+        late = offered(former(), candidate(1, at=0.0))
+        assert late.next_wake(2.0, EngineView(0)) is None, "no slot: nothing to wake up for, again and again"
 
     def test_linger_zero_sends_a_lone_job_at_once(self):
         assert ids(offered(former(linger_s=0.0), candidate(1)).poll(0.0, IDLE)) == ["j1"]
