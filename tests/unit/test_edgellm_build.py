@@ -14,6 +14,7 @@ import edgellm_worker
 from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
 from edgellm_worker.engine.checkpoint.digest import content_digest
 from edgellm_worker.engine.checkpoint.quantization import Scheme
+from edgellm_worker.engine.demands import KvCacheDtype, WeightForm
 from edgellm_worker.engine.edgellm.audit import audit
 from edgellm_worker.engine.edgellm.builder import build_bundle, builder_argv
 from edgellm_worker.engine.edgellm.bundle import read_bundle
@@ -21,7 +22,7 @@ from edgellm_worker.engine.edgellm.cache import BuildOptions, BuildWorld, bundle
 from edgellm_worker.engine.edgellm.command import build, describe
 from edgellm_worker.engine.edgellm.feedback import Feedback, FeedbackCorrection
 from edgellm_worker.engine.edgellm.misread import ModelFacts
-from edgellm_worker.engine.errors import BuildError, CheckpointError, DemandError
+from edgellm_worker.engine.errors import BuildError, CapacityError, CheckpointError, DemandError
 from edgellm_worker.engine.load import EngineOptions, build_engine
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from tests.support import edgellm_checkpoints as ck
@@ -137,6 +138,8 @@ def test_other_versions_and_gpus_have_their_own_folders(
         {"max_input_len": 64},
         {"max_kv_cache_capacity": 512},
         {"corrects_feedback": False},
+        {"verify_tree": 8},
+        {"draft_tree": 7},
     ],
 )
 def test_the_key_covers_every_option(change: dict[str, int]) -> None:
@@ -293,6 +296,20 @@ def test_the_kind_builds_with_the_operators_options_and_refuses_changing_draft_l
     for drafting in (SpeculativeConfig(4, adaptive=True), SpeculativeConfig(4, schedule=((1, 2, 3),))):
         with pytest.raises(DemandError, match="draft length is fixed"):
             build_engine("edgellm", checkpoint, replace(options, speculative=drafting))
+
+
+def test_tree_sizes_reach_the_vendors_builder_and_other_wishes_are_refused(tmp_path: Path, wheel: Path) -> None:
+    checkpoint = open_checkpoint(ck.write_checkpoint(tmp_path / "m", hf_quant=ck.mixed("NVFP4")), read_values=False)
+    options = EngineOptions(2, 64, 256, SpeculativeConfig(2), cache_dir=tmp_path / "cache")
+    build_engine("edgellm", checkpoint, replace(options, max_draft_tree_size=5, max_verify_tree_size=7))
+    argv = calls(tmp_path / "cache")[0]
+    sizes = [argv[argv.index(flag) + 1] for flag in ("--max-verify-tree-size", "--max-draft-tree-size")]
+    assert sizes == ["7", "5"]
+    with pytest.raises(CapacityError, match="max-verify-tree-size 2 is below"):
+        build_engine("edgellm", checkpoint, replace(options, max_verify_tree_size=2))
+    for wish in ({"quantization": frozenset({WeightForm.FP8})}, {"kv_cache_dtype": KvCacheDtype.FP8}):
+        with pytest.raises(DemandError, match="follows the checkpoint; leave them out"):
+            build_engine("edgellm", checkpoint, replace(options, **wish))
 
 
 def test_the_correction_keeps_the_model_as_it_was() -> None:
