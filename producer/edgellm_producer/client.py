@@ -17,7 +17,7 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, Final, Self
 
-from edgellm_producer.connect import Commands, LinkOptions
+from edgellm_producer.connect import Commands, LinkOptions, in_words
 from edgellm_producer.envelope import Envelope, seal
 from edgellm_producer.errors import EdgellmError, JobRejected, QueueFull, QueueUnreachable, UnknownJob
 from edgellm_producer.job import CancelOutcome, JobState, JobStatus, SubmittedJob
@@ -48,7 +48,7 @@ def _mapped_errors() -> Iterator[None]:
     try:
         yield
     except (RedisError, OSError) as error:
-        raise QueueUnreachable(f"{type(error).__name__}: {error}") from error
+        raise QueueUnreachable(in_words(error)) from error
 
 
 class Producer:

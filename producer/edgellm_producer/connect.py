@@ -58,6 +58,11 @@ class LinkOptions:
         }
 
 
+def in_words(error: Exception) -> str:
+    """What the network or Redis said; a time-out of asyncio's says nothing."""
+    return f"{type(error).__name__}: {str(error) or 'no answer in time'}"
+
+
 def _nameless() -> dict[str, None]:
     """No CLIENT SETINFO on connecting: a user of least rights may not send it. Releases spell this differently."""
     from importlib.util import find_spec  # noqa: PLC0415

@@ -164,7 +164,8 @@ def _check_port(parts: SplitResult) -> None:
     try:
         _ = parts.port
     except ValueError as error:
-        raise ValueError("redis URL: its port is no number from 0 to 65535") from error
+        hint = "a password's own : / # ? @ % are written %3A and so on"
+        raise ValueError(f"redis URL: its port is no number from 0 to 65535 ({hint})") from error
 
 
 def _database_of(parts: SplitResult) -> int:

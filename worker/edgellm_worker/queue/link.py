@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from edgellm_producer.connect import Commands, LinkOptions
+from edgellm_producer.connect import Commands, LinkOptions, in_words
 from edgellm_producer.keys import Keys
 from edgellm_producer.scripts import run
 from edgellm_worker.queue.config import QueueConfig
@@ -34,7 +34,7 @@ def mapped_errors() -> Iterator[None]:
     try:
         yield
     except (RedisError, OSError) as error:
-        raise QueueUnavailable(f"{type(error).__name__}: {str(error) or 'no answer in time'}") from error
+        raise QueueUnavailable(in_words(error)) from error
 
 
 class Link:
