@@ -8,16 +8,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from bench.gpu.harness import Device, relative_error, save, say
-from edgellm_worker.engine.checkpoint.weights import Array, DenseWeight, Fp8Weight, KvScales, Nvfp4Weight
+from edgellm_worker.engine.build.weight_policy import WeightPolicy, WeightReader
+from edgellm_worker.engine.checkpoint.weights import Array, DenseWeight, Fp8Weight, KvScales, Nvfp4Weight, Weight
 from edgellm_worker.engine.ops.api import DeltaInputs, DeltaPending, KvCache, KvDtype
 from edgellm_worker.engine.ops.graph import Dtype, Lowering, Value
 from edgellm_worker.engine.ops.reference import NumpyOps
-from edgellm_worker.engine.ops.tensorrt import TensorRtOps
+from edgellm_worker.engine.ops.tensorrt import Reader, TensorRtOps
 from edgellm_worker.engine.runtime.tensorrt_kernels import Mode
 
 F32, F16, I32 = Dtype.FLOAT32, Dtype.FLOAT16, Dtype.INT32
@@ -52,9 +55,14 @@ class Cases:
         return int(self.rng.integers(1, 5)), int(self.rng.integers(1, 7)), int(self.rng.choice([64, 128, 256]))
 
     def row_op(
-        self, op: str, inputs: dict[str, Array], call: Callable[..., tuple[object, ...]], bound: float = HALF_BOUND
+        self,
+        op: str,
+        inputs: dict[str, Array],
+        call: Callable[..., tuple[object, ...]],
+        bound: float = HALF_BOUND,
+        read: Reader | None = None,
     ) -> Iterator[Result]:
-        ops = TensorRtOps()
+        ops = TensorRtOps(read)
         dtypes = {np.dtype(np.float32): F32, np.dtype(np.float16): F16, np.dtype(np.int32): I32}
         values = [ops.input(name, array.shape, dtypes[array.dtype]) for name, array in inputs.items()]
         outputs = call(ops, *values)
@@ -75,15 +83,19 @@ class Cases:
         heads, gate = self.normal(b, n, 8, 32), self.half(b, n, 8, 32)
         small = self.weight(32)
         angle = self.normal(b, n, 8)
+        yield from self.row_op("linear", {"x": x}, lambda o, x: (o.linear(x, w),))
+        yield from self.row_op(
+            "fused_linear, parts read where they are",
+            {"x": x},
+            lambda o, x: (o.swiglu(*o.fused_linear(x, [w, w], [None, None])),),
+        )
+        for m, width, depth in ((1, 100, 64), (6, 3072, 2048), (24, 2048, 8192), (48, 1000, 256), (64, 96, 512)):
+            plain = self.weight(width, depth)
+            few = {"x": self.half(1, m, depth)}
+            yield from self.row_op(f"linear {m}x{depth}x{width}", few, lambda o, x, w=plain: (o.linear(x, w),))
         if self.device.library is not None:
-            yield from self.row_op("linear", {"x": x}, lambda o, x: (o.linear(x, w),))
             yield from self.row_op("linear+bias", {"x": x}, lambda o, x: (o.linear(x, w, bias),))
             yield from self.row_op("fused_linear", {"x": x}, lambda o, x: o.fused_linear(x, [w, w2], [None, None]))
-            yield from self.row_op(
-                "fused_linear, parts read where they are",
-                {"x": x},
-                lambda o, x: (o.swiglu(*o.fused_linear(x, [w, w], [None, None])),),
-            )
         for centred in (False, True):
             yield from self.row_op(
                 "rms_norm",
@@ -110,18 +122,35 @@ class Cases:
         a_log, dt = DenseWeight(self.normal(8)), DenseWeight(self.normal(8))
         yield from self.row_op("delta_gates", ab, lambda o, a, b: o.delta_gates(a, b, a_log, dt), FLOAT_BOUND)
 
+    def packed(self) -> Iterator[Result]:
+        """Rows of several steps and of a prompt piece; sizes that fill no tile."""
+        read = WeightReader(WeightPolicy(runs_fp8=False, runs_fp4=False, packs=True))
+        for n, k in ((200, 384), (1024, 208)):
+            bias = DenseWeight(self.normal(n))
+            for weight in (self.nvfp4(n, k), self.fp8(n, k)):
+                kind = "nvfp4" if isinstance(weight, Nvfp4Weight) else "fp8"
+                for batch, tokens in ((1, 1), (4, 6), (8, 6), (1, 100)):
+                    for given, word in ((None, ""), (bias, "+bias")):
+                        call = partial(_linear, weight=weight, bias=given)
+                        x = {"x": self.half(batch, tokens, k)}
+                        yield from self.row_op(f"packed_linear{word} {kind}", x, call, HALF_BOUND, read)
+
+    def nvfp4(self, n: int, k: int) -> Nvfp4Weight:
+        scales = (self.rng.random((n, k // 16)) * 4 + 0.5).astype(ml_dtypes.float8_e4m3fn)
+        return Nvfp4Weight(self.rng.integers(0, 256, (n, k // 2), np.uint8), scales, np.float32(0.01))
+
+    def fp8(self, n: int, k: int) -> Fp8Weight:
+        return Fp8Weight(self.normal(n, k).astype(ml_dtypes.float8_e4m3fn), np.float32(0.05))
+
     def quantized(self) -> Iterator[Result]:
         x = self.half(2, 3, 128)
         if self.device.library is None:
             return
         if self.device.library.has_fp8:
-            data = self.normal(64, 128).astype(ml_dtypes.float8_e4m3fn)
-            fp8 = Fp8Weight(data, np.float32(0.05))
+            fp8 = self.fp8(64, 128)
             yield from self.row_op("linear fp8", {"x": x}, lambda o, x: (o.linear(x, fp8),), 5e-3)
         if self.device.library.has_fp4 and self.device.cuda.architecture >= "sm100":
-            codes = self.rng.integers(0, 256, (64, 64), np.uint8)
-            blocks = (self.rng.random((64, 8)) * 4 + 0.5).astype(ml_dtypes.float8_e4m3fn)
-            fp4 = Nvfp4Weight(codes, blocks, np.float32(0.01))
+            fp4 = self.nvfp4(64, 128)
             yield from self.row_op("linear nvfp4", {"x": x}, lambda o, x: (o.linear(x, fp4),), 5e-3)
 
     def parts(self) -> Iterator[Result]:
@@ -356,6 +385,7 @@ class Cases:
     def all(self) -> Iterator[Result]:
         yield from self.rows()
         yield from self.quantized()
+        yield from self.packed()
         yield from self.parts()
         yield from self.tokens()
         yield from self.attend_joint((16, 4, 128), 6, [0, 300, 15, 1018], 64)
@@ -378,6 +408,10 @@ class Cases:
         yield from self.delta(tiny, 64, [8, 0])
         yield from self.conv(512, 4, [0, 3, 8])
         yield from self.conv(10240, 6, [1, 6])
+
+
+def _linear(ops: Any, x: Any, *, weight: Weight, bias: DenseWeight | None) -> tuple[object, ...]:
+    return (ops.linear(x, weight, bias),)
 
 
 def main(seed: int, lowering: Lowering | None) -> int:

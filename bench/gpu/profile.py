@@ -24,11 +24,12 @@ from bench.gpu.tiny import Networks, spec, tiny_model
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.runtime.cuda import Cuda
+from edgellm_worker.engine.runtime.executor import PrefillChunk
 from edgellm_worker.engine.runtime.tensorrt_executor import TensorRtExecutor, TensorRtOptions
 from edgellm_worker.engine.runtime.tensorrt_kernels import Mode
 from edgellm_worker.engine.runtime.tensorrt_program import Program
 
-SHAPES = ((4, 6, 300), (1, 1, 300), (4, 6, 1900))
+SHAPES = ((4, 6, 300), (1, 1, 300), (4, 6, 1900), (4, 4, 300), (8, 4, 300))
 
 
 def verify_program(executor: TensorRtExecutor, rows: int, width: int, position: int) -> Program:
@@ -40,6 +41,14 @@ def verify_program(executor: TensorRtExecutor, rows: int, width: int, position: 
     executor._cuda.upload(logits.astype(np.float16), outputs._logits)
     values = {**executor._state, **block.round_bindings(width), **outputs.round_bindings(rows, width)}
     return executor._program(executor._recorder.verify(rows, width), values, rows, Mode.STEP)
+
+
+def prefill_program(executor: TensorRtExecutor, size: int) -> Program:
+    block, outputs = executor._block, executor._outputs
+    block.fill_prefill(0, PrefillChunk(np.zeros(size, np.int32), 128, 0))
+    block.upload()
+    values = {**executor._state, **block.prefill_bindings(), **outputs.prefill_bindings()}
+    return executor._program(executor._recorder.prefill(size), values, 1, Mode.PREFILL)
 
 
 def all_of(launches: list[Callable[[], None]]) -> Callable[[], None]:
@@ -63,12 +72,14 @@ def by_kind(executor: TensorRtExecutor, program: Program) -> Iterator[tuple[str,
         if label.startswith("network") and os.environ.get("KERNELS"):
             continue
         yield label, len(launches), graph_ms(executor, all_of(launches))
-    networks = [launch for label, launch in program.launches if label.startswith("network")]
-    if os.environ.get("KERNELS"):
-        return
-    yield "networks", len(networks), graph_ms(executor, all_of(networks))
-    others = [launch for label, launch in program.launches if not label.startswith("network")]
-    yield "kernels", len(others), graph_ms(executor, all_of(others))
+    products = [launch for label, launch in program.launches if is_product(label)]
+    yield "products", len(products), graph_ms(executor, all_of(products))
+    others = [launch for label, launch in program.launches if not is_product(label)]
+    yield "the rest", len(others), graph_ms(executor, all_of(others))
+
+
+def is_product(label: str) -> bool:
+    return label.startswith(("network", "product"))
 
 
 def once(executor: TensorRtExecutor, program: Program) -> None:
@@ -104,6 +115,11 @@ def profile(name: str, model: Model, slots: int, verify: int, capacity: int) -> 
         for kind, count, ms in by_kind(executor, program):
             say(f"{name} {rows}x{width} at {position}: {kind:24s} {count:4d} launches {1e3 * ms:9.1f} us")
             found.append({"shape": [rows, width, position], "kind": kind, "launches": count, "us": 1e3 * ms})
+        if os.environ.get("ONE"):
+            break
+    for kind, count, ms in by_kind(executor, prefill_program(executor, 128)):
+        say(f"{name} prompt piece of 128: {kind:24s} {count:4d} launches {1e3 * ms:9.1f} us")
+        found.append({"prefill": 128, "kind": kind, "launches": count, "us": 1e3 * ms})
     executor.close()
     return found
 

@@ -20,6 +20,7 @@ from edgellm_worker.engine.trt import load_library
 STEPS = {
     "parity": (["bench/gpu/op_parity.py"], 240),
     "delta": (["bench/gpu/floors.py", "delta"], 90),
+    "bundle": (["bench/gpu/floors.py", "bundle"], 120),
     "generation": (["bench/gpu/generation.py"], 300),
     "main job": (["bench/gpu/main_job.py"], 420),
     "tiny": (["bench/gpu/floors.py", "tiny"], 240),
@@ -50,9 +51,7 @@ def run_step(name: str) -> int:
 
 def main(names: list[str]) -> int:
     try:
-        library = load_library()
-        with Cuda() as cuda:
-            print(f"{cuda.name}, {cuda.architecture}, {library.name}", flush=True)
+        print(device(), flush=True)
     except EngineFault as error:
         print(f"skipped: no GPU to run on ({error})")
         return 0

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,8 @@ from edgellm_worker.engine.runtime.tensorrt_weights import WeightStore
 
 _log = logging.getLogger(__name__)
 
-_PREFILL_SIZES = (16, 64, 128, 256, 512)
+_CLEARING_BLOCKS = 8  # for each tensor of a slot
+_PREFILL_SIZES = (16, 32, 48, 64, 96, 128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class TensorRtExecutor:
         self._block = Block(cuda, layout, options.prefill_chunk)
         self._outputs = _Outputs(cuda, self._model, layout, options.prefill_chunk)
         self._arena = cuda.allocate(self._arena_bytes())
+        self._clear = self._make_clear()
         self._rounds: dict[tuple[int, int], _Pass] = {}
         self._prefills: dict[int, _Pass] = {}
 
@@ -136,11 +138,18 @@ class TensorRtExecutor:
 
     def clear(self, slot: int) -> None:
         """Caches need none of it: a row never sees positions it did not write."""
-        physical = self._slots[slot]
-        for name, binding in self._state.items():
-            if memory_kind(name) == "recurrent_state":
-                size = self._state_bytes[name] // self._layout.num_slots
-                self._cuda.fill_zero(binding.pointer + physical * size, size)
+        self._clear(self._slots[slot])
+
+    def _make_clear(self) -> Callable[[int], None]:
+        """One launch for all of a slot's recurrent state: pointers and sizes lie on the device."""
+        names = [name for name in self._state if memory_kind(name) == "recurrent_state"]
+        if not names:
+            return lambda _slot: None
+        table = [(self._state[name].pointer, self._state_bytes[name] // self._layout.num_slots) for name in names]
+        spans = self._cuda.upload(np.array(table, np.uint64))
+        kernel = self._parts.kernels.token_kernel("clear_slot", "pi")
+        grid = (_CLEARING_BLOCKS, len(names), 1)
+        return lambda physical: self._cuda.run(kernel, grid, 256, (spans, physical))
 
     def swap(self, a: int, b: int) -> None:
         self._slots[a], self._slots[b] = self._slots[b], self._slots[a]

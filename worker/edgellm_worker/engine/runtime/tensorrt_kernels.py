@@ -19,6 +19,7 @@ from edgellm_worker.engine.runtime.cuda import Cuda, Kernel
 from edgellm_worker.engine.runtime.packed_linear import Operands, PackedLinear
 from edgellm_worker.engine.runtime.tensorrt_layout import HeadChain, is_step
 from edgellm_worker.engine.runtime.tensorrt_place import Binding, Control, Mode, Place
+from edgellm_worker.engine.runtime.tensorrt_products import Products
 from edgellm_worker.engine.runtime.tensorrt_row_kernels import RowKernels
 from edgellm_worker.engine.runtime.tensorrt_weights import WeightStore
 
@@ -44,6 +45,7 @@ class Kernels:
         self._compiled: dict[tuple[str, str, tuple[tuple[str, int], ...]], Kernel] = {}
         self._frequencies: dict[tuple[float, ...], int] = {}
         self._rows = RowKernels(cuda, weights, self._row_kernel)
+        self.products = Products(cuda, weights, self.kernel)
         self._packed = PackedLinear(cuda)
         self._scratch: dict[tuple[int, int], tuple[int, int]] = {}
 

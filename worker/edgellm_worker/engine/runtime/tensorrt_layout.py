@@ -66,6 +66,7 @@ class Layout:
     roots: Mapping[Value, Value]
     views: Mapping[Value, View]
     fused: frozenset[Node]
+    has_products: bool  # networks hold matrix products alone
 
     def view(self, value: Value) -> View:
         return self.views.get(value) or View.whole(value)
@@ -91,7 +92,7 @@ def lay_out(graph: Graph, bound: frozenset[str], lowering: Lowering = Lowering.R
                 size = _num_bytes(value, views.get(value))
                 offsets[value] = places.take(size, last_use.get(value, index))
         places.release(index)
-    return Layout(steps, offsets, places.num_bytes, roots, views, fused)
+    return Layout(steps, offsets, places.num_bytes, roots, views, fused, lowering is Lowering.PRODUCTS)
 
 
 def _in_place_roots(graph: Graph) -> dict[Value, Value]:

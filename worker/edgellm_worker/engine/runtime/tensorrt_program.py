@@ -53,7 +53,7 @@ class Program:
         for step in layout.steps:
             match step:
                 case Segment():
-                    launches.append((f"network {step.key[:6]}", self._segment(step, parts, place)))
+                    launches.append(self._segment(step, parts, place))
                 case KernelCall(node):
                     launch = parts.kernels.prepare(node, place)
                     if launch is not None:
@@ -84,7 +84,13 @@ class Program:
             raise EngineError(f"nothing is bound to {name or value.producer}")
         return self._bindings.values[name]
 
-    def _segment(self, segment: Segment, parts: Parts, place: Place) -> Launch:
+    def _segment(self, segment: Segment, parts: Parts, place: Place) -> tuple[str, Launch]:
+        product = parts.kernels.products.prepare(segment, place) if self._layout.has_products else None
+        if product is not None:
+            return f"product {segment.key[:6]}", product
+        return f"network {segment.key[:6]}", self._network(segment, parts, place)
+
+    def _network(self, segment: Segment, parts: Parts, place: Place) -> Launch:
         addresses: dict[str, int] = {}
         for index, value in enumerate(segment.inputs):
             addresses[f"x{index}"] = place.pointer(value)

@@ -85,5 +85,12 @@ extern "C" __global__ void put_slots(const half_t* __restrict__ x, const int* __
     kept[((size_t)slots[b] * kept_rows + i) * width + c] = x[(size_t)blockIdx.x * width + c];
 }
 
+// A slot's part of every tensor becomes zeros: (address, bytes of a slot, a multiple of 4) of each tensor in `spans`.
+extern "C" __global__ void clear_slot(const unsigned long long* __restrict__ spans, int slot) {
+  const size_t count = spans[2 * blockIdx.y + 1] / 4;
+  u32* words = (u32*)spans[2 * blockIdx.y] + slot * count;
+  for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x) words[i] = 0;
+}
+
 // What a launch costs by itself (bench/gpu/profile.py).
 extern "C" __global__ void nothing() {}
