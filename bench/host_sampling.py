@@ -1,101 +1,199 @@
-"""Host time per step: sampling, acceptance and detokenisation of 8 rows x 6 positions at a vocabulary of 250 000.
+"""Host time per step: what the loop, sampling, acceptance and text cost beside the device.
 
-    python bench/host_sampling.py [STEPS]
+    python bench/host_sampling.py [STEPS] [--profile KIND]
 
-Every row gets 64 candidates per position, as an engine hands them over; every draft is accepted, the most work. The
-floor is measured in the same run: one numpy race over all 48 x 20 candidates at once (hash, noise, argmax), no more.
-Times are the thread's CPU time, so that a busy machine does not count; run with OMP_NUM_THREADS=1.
+8 rows x 6 positions at a vocabulary of 250 000. The product's own engine runs over an executor that replays recorded
+rounds: 64 candidates per position, and all logits for rows that ask for them. Every draft is accepted, the most work.
+"engine" is one `step()`, from the round's arrays to its report; "text" is the detokenisation of its tokens. The floor
+is measured in the same run: one bare numpy race over 48 x 20 candidates (hash, noise, argmax).
+
+Times are the thread's CPU time, so that a busy machine does not count; run with OMP_NUM_THREADS=1. `--profile` prints
+where one kind's time goes instead.
 """
 
+import argparse
+import copy
+import cProfile
+import pstats
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 import edgellm_worker
-from edgellm_worker.engine.api import SamplingParams
-from edgellm_worker.engine.runtime.acceptance import Accepted, Verified, accept_rows
+from edgellm_worker.engine.api import EngineLimits, EngineTraits, GenerationRequest, SamplingParams
+from edgellm_worker.engine.runtime.draft_length import FixedDraftLength
+from edgellm_worker.engine.runtime.executor import DraftChooser, PrefillChunk, RoundInput, RoundOutput, StartedRound
 from edgellm_worker.engine.runtime.noise import gumbel, noise_key
-from edgellm_worker.engine.runtime.sampling import NUM_CANDIDATES, CandidateScores, RowSampler, log_sum_exp, top_indices
-from edgellm_worker.tokenizer import Tokenizer
+from edgellm_worker.engine.runtime.rows import Row
+from edgellm_worker.engine.runtime.scores import (
+    NUM_CANDIDATES,
+    Candidates,
+    RoundScores,
+    log_sum_exp,
+    top_indices,
+)
+from edgellm_worker.engine.runtime.speculative import SpeculativeEngine, SpeculativeOptions
+from edgellm_worker.tokenizer import OutputText, Tokenizer
 
 ROWS, POSITIONS, VOCABULARY = 8, 6, 250_000
-KINDS = {
-    "greedy": SamplingParams(),
-    "sampled": SamplingParams(temperature=0.7, top_p=0.8, top_k=20),
-    "sampled, top_logprobs 5": SamplingParams(temperature=0.7, top_p=0.8, top_k=20, top_logprobs=5),
+WITH_TEXT = 8000
+"""Ids of the tiny checkpoint's tokenizer; the rest of the vocabulary is there, but never likely."""
+NUM_RECORDED = 3
+
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)
+LOGPROBS = replace(SAMPLED, top_logprobs=5)
+PENALISED = replace(SAMPLED, presence_penalty=1.5, repetition_penalty=1.05)
+KINDS: Mapping[str, Sequence[SamplingParams]] = {
+    "greedy": (GREEDY,),
+    "sampled": (SAMPLED,),
+    "mixed": (GREEDY, SAMPLED, replace(SAMPLED, temperature=1.0, top_k=50), PENALISED),
+    "top_logprobs": (LOGPROBS,),
+    "penalties": (PENALISED,),
+    "greedy, penalties": (replace(GREEDY, presence_penalty=1.5),),
+    "top_p alone": (SamplingParams(temperature=0.7, top_p=0.9),),
+    "dense: plain": (SamplingParams(temperature=1.0),),
+    "dense: hot top_p": (SamplingParams(temperature=1.2, top_p=0.9),),
+    "dense: top_k 200": (SamplingParams(temperature=1.0, top_k=200),),
+    "dense: top_logprobs 100": (SamplingParams(top_logprobs=100),),
 }
-Step = Callable[[int], None]
 
 
-def scores_of_a_step(rng: np.random.Generator) -> list[list[CandidateScores]]:
-    """The candidates' ids are of the tiny checkpoint's vocabulary, so that they have text."""
-    rows = []
-    for _ in range(ROWS):
-        row = []
-        for _ in range(POSITIONS):
-            logits = rng.normal(0, 3, VOCABULARY).astype(np.float32)
-            best = top_indices(logits, NUM_CANDIDATES)
-            ids = rng.choice(8000, NUM_CANDIDATES, replace=False).astype(np.int32)
-            row.append(CandidateScores(logits[best], ids, log_sum_exp(logits)))
-        rows.append(row)
-    return rows
+class Replay:
+    """`Executor` of recorded rounds, over and over; `spent_s` is what making the drafts cost, which no host pays;
+    `pause` a profiler that is not to see it."""
+
+    num_slots, can_draft, runs_ahead = ROWS, True, True
+    memory_bytes: Mapping[str, int] = {}
+
+    def __init__(self) -> None:
+        self.rows: Sequence[Row] = ()
+        self.spent_s = 0.0
+        self.pause: cProfile.Profile | None = None
+        self._num_rounds = 0
+
+    def clear(self, slot: int) -> None: ...
+    def swap(self, a: int, b: int) -> None: ...
+    def close(self) -> None: ...
+
+    def prefill(self, slot: int, chunk: PrefillChunk) -> RoundScores | None:
+        del chunk
+        logits, _ = recorded()[0]
+        return RoundScores(1, None, lambda _row, _position: logits[slot, 0])
+
+    def start_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> StartedRound:
+        del batch, choosers
+        if self.pause is not None:
+            self.pause.disable()
+        began = time.thread_time()
+        logits, candidates = recorded()[self._num_rounds % NUM_RECORDED]
+        self._num_rounds += 1
+        scores = RoundScores(POSITIONS, candidates, lambda row, position: logits[row, position])
+        drafts = np.array([own_tokens(row, scores, i) for i, row in enumerate(self.rows)], np.int32)[:, :num_drafts]
+        output = RoundOutput(drafts, scores, 0.0, 0.0)
+        self.spent_s += time.thread_time() - began
+        if self.pause is not None:
+            self.pause.enable()
+        return lambda: output
 
 
-def whole_step(params: SamplingParams, tokenizer: Tokenizer, rows: list[list[CandidateScores]]) -> Step:
-    samplers = [RowSampler(params, (1,)) for _ in rows]
-    texts = [tokenizer.output_text(["\n\nUser:", "<end>"]) for _ in rows]
-    drafts = [
-        [sampler.draw(s, 100 + i).token_id for i, s in enumerate(scores)][:-1]
-        for sampler, scores in zip(samplers, rows, strict=True)
-    ]
-
-    def step(_: int) -> None:
-        rows_verified = [
-            Verified(sampler, scores, guesses, 100, frozenset({7}), 999)
-            for sampler, scores, guesses in zip(samplers, rows, drafts, strict=True)
-        ]
-        for text, accepted in zip(texts, accept_rows(rows_verified), strict=True):
-            assert isinstance(accepted, Accepted)
-            assert accepted.num_accepted == POSITIONS - 1
-            text.push([draw.token_id for draw in accepted.draws])
-
-    return step
+@cache
+def recorded() -> list[tuple[np.ndarray, Candidates]]:
+    """Logits [B, N, V], falling with the rank as text's do (top_p 0.9 is some 30 tokens), and their candidates."""
+    rng, rounds = np.random.default_rng(0), []
+    for _ in range(NUM_RECORDED):
+        logits = np.full((ROWS, POSITIONS, VOCABULARY), -30.0, np.float32)
+        ranks = 1.0 + rng.permuted(np.tile(np.arange(WITH_TEXT), (ROWS, POSITIONS, 1)), axis=-1)
+        logits[:, :, :WITH_TEXT] = 10.0 - 1.5 * np.log(ranks) + rng.normal(0, 0.2, ranks.shape)
+        ids = np.array([[top_indices(p, NUM_CANDIDATES) for p in row] for row in logits], np.int32)
+        sums = np.array([[log_sum_exp(p) for p in row] for row in logits], np.float32)
+        rounds.append((logits, Candidates(np.take_along_axis(logits, ids, axis=-1), ids, sums)))
+    return rounds
 
 
-def floor_step() -> Step:
+def own_tokens(row: Row, scores: RoundScores, index: int) -> list[int]:
+    sampler, tokens = copy.deepcopy(row.sampler), []
+    for token in sampler.draw_each(scores.row(index), row.position + 1):
+        sampler.commit(token)
+        tokens.append(token)
+    return tokens
+
+
+class Host:
+    """One kind's engine with its rows' texts; `step` gives the seconds of engine and text."""
+
+    def __init__(self, params: Sequence[SamplingParams], tokenizer: Tokenizer, num_steps: int) -> None:
+        self.executor = Replay()
+        limits = EngineLimits(ROWS, 64, 8 * num_steps + 100, POSITIONS, POSITIONS - 1, POSITIONS - 1, VOCABULARY)
+        traits = EngineTraits("replay", in_flight=True, seeded=True, drafts_when_sampled=True, speculative_method="mtp")
+        options = SpeculativeOptions(limits, traits, FixedDraftLength(POSITIONS - 1))
+        self._engine = SpeculativeEngine(self.executor, options)
+        self.executor.rows = self._engine._rows.running  # noqa: SLF001 - the drafts are made from the rows' own samplers
+        self._texts: list[OutputText] = []
+        for row in range(ROWS):
+            sampling = replace(params[row % len(params)], seed=row)
+            request = GenerationRequest((1, 2, 3), 6 * num_steps + 50, sampling, frozenset({VOCABULARY - 1}))
+            self._engine.add(row, request)
+            self._texts.append(tokenizer.output_text(["\n\nUser:", "<end>"]))
+        self._engine.step()
+        self._engine.step()
+
+    def step(self) -> tuple[float, float]:
+        self.executor.spent_s = 0.0
+        began = time.thread_time()
+        report = self._engine.step()
+        stepped = time.thread_time()
+        for update in report.updates:
+            self._texts[update.row_id].push(update.token_ids)
+        ended = time.thread_time()
+        assert all(len(update.token_ids) == POSITIONS for update in report.updates)
+        return stepped - began - self.executor.spent_s, ended - stepped
+
+
+def floor_ms(num_steps: int) -> float:
     ids = np.arange(ROWS * POSITIONS * 20).reshape(-1, 20)
     z = np.zeros(ids.shape)
     keys = np.array([[noise_key(1, t)] for t in range(len(ids))], np.uint64)
-
-    def step(_: int) -> None:
-        (z + gumbel(keys, ids)).argmax(axis=1)
-
-    return step
-
-
-def median_ms(step: Step, num_steps: int) -> float:
     times = []
-    for i in range(num_steps):
+    for _ in range(num_steps):
         began = time.thread_time()
-        step(i)
+        (z + gumbel(keys, ids)).argmax(axis=1)
         times.append(time.thread_time() - began)
     return statistics.median(times) * 1e3
 
 
+def profile(host: Host, num_steps: int) -> None:
+    profiler = cProfile.Profile()
+    host.executor.pause = profiler
+    for _ in range(num_steps):
+        profiler.enable()
+        host.step()
+        profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+
+
 def main() -> None:
-    num_steps = int(sys.argv[1]) if len(sys.argv) > 1 else 500
+    parser = argparse.ArgumentParser()
+    parser.add_argument("steps", nargs="?", type=int, default=300)
+    parser.add_argument("--profile", choices=KINDS)
+    arguments = parser.parse_args()
     tokenizer = Tokenizer(Path(edgellm_worker.__file__).parent / "data" / "tiny-qwen3.5-mtp")
-    rows = scores_of_a_step(np.random.default_rng(0))
-    floor = median_ms(floor_step(), num_steps)
-    print(f"floor {floor:.3f} ms per step; {ROWS} rows x {POSITIONS} positions, vocabulary {VOCABULARY}")
+    if arguments.profile:
+        profile(Host(KINDS[arguments.profile], tokenizer, arguments.steps), arguments.steps)
+        return
+    print(f"{ROWS} rows x {POSITIONS} positions, vocabulary {VOCABULARY}; medians, ms per step")
+    print(f"{'floor':26} {floor_ms(arguments.steps):8.3f}")
     for name, params in KINDS.items():
-        took = median_ms(whole_step(params, tokenizer, rows), num_steps)
-        verdict = "under" if took < 1.0 else "OVER"
-        print(f"{name:26} {took:.3f} ms per step (median), {took / floor:.1f} x the floor, {verdict} 1 ms")
+        num_steps = max(5, arguments.steps // 30) if name.startswith("dense") else arguments.steps
+        host = Host(params, tokenizer, num_steps)
+        found = [host.step() for _ in range(num_steps)]
+        engine, text = (statistics.median(times) * 1e3 for times in zip(*found, strict=True))
+        print(f"{name:26} {engine + text:8.3f}   engine {engine:8.3f}   text {text:6.3f}")
 
 
 if __name__ == "__main__":

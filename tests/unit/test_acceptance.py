@@ -172,11 +172,11 @@ class Step:
         sums = np.array([[log_sum_exp(x) for x in row] for row in self.logits], np.float32)
         values = np.take_along_axis(self.logits, order, axis=-1)
         self.read: set[int] = set()
-        self.scores = RoundScores(Candidates(values, order.astype(np.int32), sums), self.read_logits)
+        self.scores = RoundScores(num_positions, Candidates(values, order.astype(np.int32), sums), self.read_logits)
 
-    def read_logits(self, row: int) -> np.ndarray:
+    def read_logits(self, row: int, position: int) -> np.ndarray:
         self.read.add(row)
-        return self.logits[row]
+        return self.logits[row, position]
 
     def poison(self, row: int, position: int) -> None:
         self.logits[row, position] = np.nan

@@ -13,7 +13,6 @@ from edgellm_worker.engine.errors import CapacityError, EngineError, RequestErro
 from edgellm_worker.engine.ops.api import KvDtype
 from edgellm_worker.engine.ops.reference import NumpyOps
 from edgellm_worker.engine.runtime.executor import RoundOutput, attended_length
-from edgellm_worker.engine.runtime.scores import RoundScores
 from tests.support.tiny_engine import (
     EagerExecutor,
     WatchedExecutor,
@@ -153,9 +152,13 @@ class _PoisonedRow(WatchedExecutor):
     def change(self, output: RoundOutput) -> RoundOutput:
         if len(self.rounds) != 2:
             return output
-        read = output.scores.read_logits
-        bad = np.full_like(read(1), np.nan)
-        return replace(output, scores=RoundScores(None, lambda row: bad if row == 1 else read(row)))
+        scores = output.scores
+
+        def read(row: int, position: int) -> np.ndarray:
+            logits = scores.read_logits(row, position)
+            return np.full_like(logits, np.nan) if row == 1 else logits
+
+        return replace(output, scores=replace(scores, read_logits=read))
 
 
 def test_a_row_whose_scores_are_not_numbers_fails_alone():

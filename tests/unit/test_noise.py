@@ -12,7 +12,10 @@ from edgellm_worker.engine.runtime.noise import (
     MIN_GUMBEL,
     gumbel,
     hash_tokens,
+    lucky_tokens,
     noise_key,
+    position_keys,
+    seed_key,
     uniforms,
 )
 
@@ -43,6 +46,21 @@ def test_many_positions_at_once_equal_one_by_one() -> None:
     together = gumbel(np.array([[noise_key(9, t)] for t in range(5)], np.uint64), ids)
     for t in range(5):
         assert np.array_equal(together[t], gumbel(keys(9, t), ids[t]))
+
+
+def test_keys_of_many_positions_equal_those_of_each() -> None:
+    seeds, positions = [0, 7, (1 << 64) - 1], [[0, 1, 2], [5, 6, 7], [1 << 40, 3, 4]]
+    found = position_keys(np.array([[seed_key(seed)] for seed in seeds], np.uint64), np.array(positions))
+    assert found.tolist() == [[noise_key(seed, t) for t in row] for seed, row in zip(seeds, positions, strict=True)]
+
+
+@pytest.mark.parametrize("least", [-1.0, 0.0, 0.3, 0.999, 1.0 - 1e-9, 1.0])
+def test_lucky_tokens_are_all_whose_u_is_large_enough(least: float) -> None:
+    u = uniforms(hash_tokens(keys(4, 9), np.arange(40_000)))
+    found = lucky_tokens(keys(4, 9), 40_000, least)
+    assert np.array_equal(found, np.unique(found))
+    assert set(np.flatnonzero(u >= least)) <= set(found.tolist())
+    assert found.size <= np.count_nonzero(u >= least - 1e-12)
 
 
 @pytest.mark.parametrize("x", [0, 1, (1 << 64) - 1, ((1 << 53) - 2) << 11, 1 << 63])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from edgellm_worker.engine.api import SamplingParams
 from edgellm_worker.engine.errors import RequestError, RowError
+from edgellm_worker.engine.runtime.noise import gumbel, noise_key
 from edgellm_worker.engine.runtime.sampling import RowSampler, check_params, draw_ahead
 from edgellm_worker.engine.runtime.scores import (
     NUM_CANDIDATES,
@@ -95,14 +96,37 @@ def test_min_p_is_relative_to_the_best_and_follows_the_temperature() -> None:
 
 def test_hopeless_tokens_may_be_left_out_but_possible_ones_never() -> None:
     """Against a full race over all tokens: skipping what noise cannot lift changes no draw."""
-    from edgellm_worker.engine.runtime.noise import gumbel, noise_key
-
     rng = np.random.default_rng(1)
     logits = rng.normal(0, 20, 500).astype(np.float32)
     sampler = RowSampler(SamplingParams(temperature=1.5, seed=3), (0,))
     for t in range(300):
         g = gumbel(np.array([noise_key(3, t)], np.uint64), np.arange(500))
         assert sampler.draw(DenseScores(logits), t).token_id == int((logits / 1.5 + g).argmax())
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.05, 1.0, 4.0])
+def test_a_large_vocabulary_gives_what_a_race_of_all_its_tokens_gives(scale: float) -> None:
+    """From equal logits, where anybody may win, to peaked ones, where the first 64 decide."""
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0, scale, 40_000).astype(np.float32)
+    sampler = RowSampler(SamplingParams(temperature=0.8, seed=3), (0,))
+    listed = set(top_indices(logits, NUM_CANDIDATES).tolist())
+    num_unlisted = 0
+    for t in range(60):
+        g = gumbel(np.array([noise_key(3, t)], np.uint64), np.arange(logits.size))
+        z = (logits.astype(np.float64) - float(logits.max())) / 0.8
+        own = sampler.draw(DenseScores(logits), t).token_id
+        assert own == int((z + g).argmax())
+        num_unlisted += own not in listed
+    assert (num_unlisted > 50) == (scale < 2)
+
+
+@pytest.mark.parametrize("k", [1, 5, 64, 500])
+def test_the_best_of_many_are_those_of_a_full_sort(k: int) -> None:
+    rng = np.random.default_rng(k)
+    for scale in (0.0, 0.3, 30.0):
+        values = np.round(rng.normal(0, scale, 50_001), 1).astype(np.float32)
+        assert np.array_equal(top_indices(values, k), np.lexsort((np.arange(values.size), -values))[:k])
 
 
 @given(seed=st.integers(0, 1 << 30), data=st.data())

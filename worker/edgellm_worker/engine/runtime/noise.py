@@ -42,6 +42,9 @@ MIN_GUMBEL: Final = -3.7
 """Bounds of the noise: a token whose log-probability is more than their difference below the best cannot be drawn."""
 
 
+_BLOCK: Final = 1 << 14
+
+
 def _mix(z: int) -> int:
     z = ((z ^ (z >> 30)) * _MUL_1) & _MASK
     z = ((z ^ (z >> 27)) * _MUL_2) & _MASK
@@ -86,6 +89,19 @@ def uniforms(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
     u += 0.5
     u *= 2.0**-53
     return np.minimum(u, _LARGEST_U, out=u)
+
+
+def lucky_tokens(keys: NDArray[np.uint64], num_tokens: int, least: float) -> NDArray[np.int64]:
+    """The ids below `num_tokens` whose u is at least `least`, and perhaps a few just below; rising. `keys` is [1].
+
+    In blocks that stay in the cache, and without the logarithms that a whole vocabulary of noise would cost.
+    """
+    bound = np.uint64(min(max(0, int(least * 2.0**53) - 1) << 11, _MASK))
+    found = []
+    for start in range(0, num_tokens, _BLOCK):
+        ids = np.arange(start, min(start + _BLOCK, num_tokens))
+        found.append(ids[hash_tokens(keys, ids) >= bound])
+    return np.concatenate(found)
 
 
 def gumbel(keys: NDArray[np.uint64], token_ids: NDArray[np.integer]) -> NDArray[np.float64]:

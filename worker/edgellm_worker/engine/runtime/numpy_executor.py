@@ -77,7 +77,7 @@ class NumpyExecutor:
         if chunk.next_id is not None:
             return None
         self._state.hidden[slot, 0] = hidden[0, -1]
-        return RoundScores(None, self._base.logits(self._ops, hidden[:, -1:]).__getitem__)
+        return self._scores(hidden[:, -1:])
 
     def start_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> StartedRound:
         """Nothing runs before it is waited for: there is nobody else to run it."""
@@ -120,7 +120,12 @@ class NumpyExecutor:
         self._state.store_base(rows, after)
         self._state.note_written(rows, batch.position + num_tokens)
         self._state.hidden[rows, :num_tokens] = hidden
-        return RoundScores(None, self._base.logits(self._ops, hidden).__getitem__)
+        return self._scores(hidden)
+
+    def _scores(self, hidden: Array) -> RoundScores:
+        """Hidden states [B, N, D] -> the scores of what follows each."""
+        logits = self._base.logits(self._ops, hidden)
+        return RoundScores(hidden.shape[1], None, lambda row, position: logits[row, position])
 
     def _run_mtp(self, mtp: Mtp, rows: slice, ids: Int, hidden: Array, start: Int) -> Array:
         """The head over some slots' entries; the cache is written in place."""

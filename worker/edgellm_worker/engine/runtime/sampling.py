@@ -33,9 +33,9 @@ from numpy.typing import NDArray
 from edgellm_worker.engine.api import SamplingParams, TokenLogprobs
 from edgellm_worker.engine.errors import RequestError, RowError
 from edgellm_worker.engine.runtime.grammar import Grammar
-from edgellm_worker.engine.runtime.noise import MAX_GUMBEL, MIN_GUMBEL, gumbel, position_key, seed_key
-from edgellm_worker.engine.runtime.penalties import Penalties
-from edgellm_worker.engine.runtime.race import Edit, Rule, draw_block, race
+from edgellm_worker.engine.runtime.noise import MAX_GUMBEL, MIN_GUMBEL, gumbel, lucky_tokens, position_key, seed_key
+from edgellm_worker.engine.runtime.penalties import Penalties, penalised_ahead
+from edgellm_worker.engine.runtime.race import Edits, Rule, draw_block, race
 from edgellm_worker.engine.runtime.scores import (
     NUM_CANDIDATES,
     Candidates,
@@ -47,6 +47,8 @@ from edgellm_worker.engine.runtime.scores import (
 )
 
 _FIRST_SORT: Final = 1024
+_SUM_SLACK: Final = 1e-5
+_U_SLACK: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +89,22 @@ class RowSampler:
         "_grammar",
         "_guess",
         "_params",
-        "_penalties",
-        "_rule",
+        "draws_ahead",
         "has_memory",
         "needs_dense",
+        "penalties",
+        "rule",
         "wants_logprobs",
     )
 
+    rule: Final[Rule]
+    penalties: Final[Penalties]
     needs_dense: Final[bool]
     """Whether `NUM_CANDIDATES` candidates can never serve this row exactly."""
     has_memory: Final[bool]
     """Whether a committed token changes what is drawn next."""
+    draws_ahead: Final[bool]
+    """Whether the tokens of several positions can be drawn before the first is committed."""
     wants_logprobs: Final[bool]
 
     def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], grammar: Grammar | None = None) -> None:
@@ -105,24 +112,25 @@ class RowSampler:
         self._params = params
         self._grammar = grammar
         self._guess: tuple[int, Grammar] | None = None  # the grammar after the drafts before this position
-        self._penalties = Penalties(params, prompt_token_ids)
-        self._rule = Rule(
+        self.penalties = Penalties(params, prompt_token_ids)
+        self.rule = Rule(
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p if params.top_p < 1.0 else math.inf,
             log_min_p=math.log(params.min_p) if params.min_p > 0 else -math.inf,
             seed_key=seed_key(params.seed),
         )
-        self.has_memory = self._penalties.depend_on_output or grammar is not None
+        self.has_memory = self.penalties.depend_on_output or grammar is not None
         self.wants_logprobs = params.top_logprobs is not None
         is_wide = (params.top_logprobs or 0) > NUM_CANDIDATES
-        self.needs_dense = is_wide or not _may_be_narrow(params) or not self._penalties.only_lower
+        self.needs_dense = is_wide or not _may_be_narrow(params) or not self.penalties.only_lower
+        self.draws_ahead = not self.needs_dense and grammar is None
 
     def commit(self, token_id: int) -> None:
         """The token became output: it counts in the penalties and the grammar from now on."""
         if not self.has_memory:
             return
-        self._penalties.count(token_id)
+        self.penalties.count(token_id)
         if self._grammar is not None:
             self._grammar.take(token_id)
             self._guess = None
@@ -175,8 +183,9 @@ class RowSampler:
         if not self.needs_dense:
             _require_finite(scores.values[0])
             block = Candidates(scores.values[None, None], scores.ids[None, None], np.array([[scores.log_sum_exp]]))
-            edits = {} if grammar is None and self._penalties.is_neutral else {0: partial(self._edit, grammar)}
-            ((token_ids),) = draw_block([self._rule], block, [position], edits)
+            is_raw = grammar is None and self.penalties.is_neutral
+            edits = None if is_raw else Edits([0], partial(self._edit, grammar))
+            (token_ids,) = draw_block([self.rule], block, [position], edits)
             if token_ids is not None:
                 return token_ids[0]
         if scores.read_dense is None:
@@ -186,16 +195,16 @@ class RowSampler:
     def _edit(
         self, grammar: Grammar | None, values: NDArray[np.float64], ids: NDArray[np.integer]
     ) -> NDArray[np.float64]:
-        out = self._penalties.applied_ahead(values, ids, ())
+        out = penalised_ahead([self.penalties], [()], values, ids)
         return out if grammar is None else np.where(grammar.allowed()[ids], out, -np.inf)
 
     def _choose_dense(self, raw: NDArray[np.float32], position: int, grammar: Grammar | None) -> int:
-        logits: NDArray[np.floating] = raw if self._penalties.is_neutral else self._penalties.applied(raw)
+        logits: NDArray[np.floating] = raw if self.penalties.is_neutral else self.penalties.applied(raw)
         if grammar is not None:
             logits = np.where(grammar.allowed(), logits, -np.inf)
         best = int(logits.argmax())
         _require_finite(logits[best])
-        rule = self._rule
+        rule = self.rule
         if not rule.temperature:
             return best
         keys = np.array([position_key(rule.seed_key, position)], np.uint64)
@@ -203,37 +212,46 @@ class RowSampler:
             chosen = top_indices(logits, rule.top_k)
             return race(logits[chosen].astype(np.float64), chosen, keys, rule)
         if rule.top_p < 1.0:
-            return self._choose_nucleus(logits, keys)
-        floor = max(rule.log_min_p, MIN_GUMBEL - MAX_GUMBEL) * rule.temperature
-        chosen = np.flatnonzero(logits >= logits[best] + floor)
-        z = (logits[chosen].astype(np.float64) - float(logits[best])) / rule.temperature
-        z += gumbel(keys, chosen)
-        return int(chosen[z.argmax()])
+            return _choose_nucleus(logits, logits[best], keys, rule)
+        return _choose_anywhere(logits, logits[best], keys, rule)
 
-    def _choose_nucleus(self, logits: NDArray[np.floating], keys: NDArray[np.uint64]) -> int:
-        """top_p over the whole vocabulary: only as many logits are sorted as the prefix needs."""
-        z = logits.astype(np.float64)
-        z -= z.max()
-        z /= self._rule.temperature
-        weights = np.exp(z)
-        total = weights.sum()
-        chosen = top_indices(logits, _FIRST_SORT)
-        if weights[chosen].sum() <= self._rule.top_p * total:
-            chosen = top_indices(logits, logits.size)
-        return race(logits[chosen].astype(np.float64), chosen, keys, self._rule, float(total))
 
-    @property
-    def draws_ahead(self) -> bool:
-        """Whether the tokens of several positions can be drawn before the first is committed."""
-        return not self.needs_dense and self._grammar is None
+def _choose_anywhere(logits: NDArray[np.floating], best: np.floating, keys: NDArray[np.uint64], rule: Rule) -> int:
+    """A race of the whole vocabulary. The most probable tokens run first; of the others, only those whose noise could
+    lift the best of them past the leader.
+    """
 
-    @property
-    def rule(self) -> Rule:
-        return self._rule
+    def run(ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        score = (logits[ids].astype(np.float64) - float(best)) / rule.temperature + gumbel(keys, ids)
+        score[logits[ids] < best + floor] = -np.inf
+        return score
 
-    def edit_ahead(self, drafts: Sequence[int]) -> Edit | None:
-        """What penalties and bias do to the positions before which these drafts stand; None when nothing."""
-        return None if self._penalties.is_neutral else partial(self._penalties.applied_ahead, drafts=drafts)
+    floor = max(rule.log_min_p, MIN_GUMBEL - MAX_GUMBEL) * rule.temperature
+    first = top_indices(logits, NUM_CANDIDATES)
+    lead = run(first).max() - (float(logits[first[-1]]) - float(best)) / rule.temperature
+    lucky = lucky_tokens(keys, logits.size, math.exp(-math.exp(-lead)) - _U_SLACK)
+    chosen = np.union1d(first, lucky)
+    return int(chosen[run(chosen).argmax()])
+
+
+def _choose_nucleus(logits: NDArray[np.floating], best: np.floating, keys: NDArray[np.uint64], rule: Rule) -> int:
+    """top_p over the whole vocabulary: only as many logits are sorted as the prefix needs. The sum over all is good to
+    some digits only where that settles the cut.
+    """
+    z = (logits - best) / logits.dtype.type(rule.temperature)
+    total = float(np.exp(z, out=z).sum(dtype=np.float64))
+    for num in (NUM_CANDIDATES, _FIRST_SORT):
+        chosen = top_indices(logits, num)
+        values = logits[chosen].astype(np.float64)
+        reached = np.exp((values - values[0]) / rule.temperature).cumsum()
+        least, most = reached.searchsorted([rule.top_p * total * (1.0 + slack) for slack in (-_SUM_SLACK, _SUM_SLACK)])
+        if least == most < chosen.size:
+            return race(values, chosen, keys, rule, total)
+    z = logits.astype(np.float64)
+    z -= z.max()
+    z /= rule.temperature
+    chosen = top_indices(logits, logits.size)
+    return race(logits[chosen].astype(np.float64), chosen, keys, rule, float(np.exp(z).sum()))
 
 
 def draw_ahead(
@@ -246,11 +264,15 @@ def draw_ahead(
     rows = [row for row, sampler in enumerate(samplers) if sampler.draws_ahead]
     if len(rows) < len(samplers):
         block = Candidates(block.values[rows], block.ids[rows], block.log_sum_exp[rows])
-    edits = {}
-    for index, row in enumerate(rows):
-        edit = samplers[row].edit_ahead(drafts[row])
-        if edit is not None:
-            edits[index] = edit
+    edited = [
+        (i, samplers[row].penalties, drafts[row])
+        for i, row in enumerate(rows)
+        if not samplers[row].penalties.is_neutral
+    ]
+    edits = None
+    if edited:
+        indices, penalties, before = zip(*edited, strict=True)
+        edits = Edits(list(indices), partial(penalised_ahead, penalties, before))
     drawn: list[list[int] | None] = [None] * len(samplers)
     if rows:
         found = draw_block([samplers[row].rule for row in rows], block, [positions[row] for row in rows], edits)

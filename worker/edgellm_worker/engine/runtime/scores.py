@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 import numpy as np
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 NUM_CANDIDATES: Final = 64
 """How many candidates per position an engine hands over: enough for every top_k up to it and for top_logprobs."""
+
+_CHUNK: Final = 256
 
 Logits = NDArray[np.float32]
 
@@ -62,33 +64,35 @@ class Candidates:
 class RoundScores:
     """The scores of N positions of B rows.
 
-    candidates   [B, N, K], the caller's own; None when all logits are at hand anyway
-    read_logits  row -> float32 [N, V]; may be asked until the executor is given its next work
+    num_positions  N
+    candidates     [B, N, K], the caller's own; None when all logits are at hand anyway
+    read_logits    (row, position) -> float32 [V]; may be asked until the executor is given its next work
     """
 
+    num_positions: int
     candidates: Candidates | None
-    read_logits: Callable[[int], Logits]
+    read_logits: Callable[[int, int], Logits]
 
     def row(self, row: int) -> list[Scores]:
-        """One row's positions, one by one. The logits behind its candidates are read at most once."""
-        if self.candidates is None:
-            return [DenseScores(logits) for logits in self.read_logits(row)]
+        """One row's positions, one by one. The logits behind candidates are read when they are needed, once."""
 
         @cache
-        def logits() -> Logits:
-            return self.read_logits(row)
+        def dense(position: int) -> DenseScores:
+            return DenseScores(self.read_logits(row, position))
 
-        def dense(position: int) -> Callable[[], DenseScores]:
-            return lambda: DenseScores(logits()[position])
-
+        if self.candidates is None:
+            return [dense(i) for i in range(self.num_positions)]
         found = self.candidates.row(row)
         sums = found.log_sum_exp.tolist()
-        return [CandidateScores(found.values[i], found.ids[i], sums[i], dense(i)) for i in range(len(sums))]
+        return [CandidateScores(found.values[i], found.ids[i], sums[i], partial(dense, i)) for i in range(len(sums))]
 
 
 def top_indices(values: NDArray[np.floating], k: int) -> NDArray[np.int64]:
     """Indices of the k largest of values [V], falling, equal ones by rising index."""
     if k < values.size:
+        pool = _pool(values, k)
+        if pool is not None:
+            return pool[top_indices(values[pool], k)]
         threshold = np.partition(values, values.size - k)[values.size - k]
         above = np.flatnonzero(values > threshold)
         level = np.flatnonzero(values == threshold)[: k - above.size]
@@ -98,7 +102,20 @@ def top_indices(values: NDArray[np.floating], k: int) -> NDArray[np.int64]:
     return chosen[np.argsort(-values[chosen], kind="stable")]
 
 
+def _pool(values: NDArray[np.floating], k: int) -> NDArray[np.int64] | None:
+    """Indices, rising, of some of values [V] with the k largest among them; None where that would not pay.
+
+    k chunks whose largest value reaches t have k values that do, so the k largest all reach t.
+    """
+    num_chunks = values.size // _CHUNK
+    if num_chunks < 2 * k:
+        return None
+    largest = values[: num_chunks * _CHUNK].reshape(num_chunks, _CHUNK).max(axis=1)
+    pool = np.flatnonzero(values >= np.partition(largest, num_chunks - k)[num_chunks - k])
+    return pool if k <= pool.size < values.size // 2 else None
+
+
 def log_sum_exp(logits: NDArray[np.floating]) -> float:
-    """The log-sum-exp of logits [V], in float64."""
-    top = float(logits.max())
-    return top + math.log(float(np.exp(logits - top, dtype=np.float64).sum()))
+    """The log-sum-exp of logits [V]: exponentials in their type, summed in float64."""
+    top = logits.max()
+    return float(top) + math.log(float(np.exp(logits - top).sum(dtype=np.float64)))

@@ -176,8 +176,8 @@ class TensorRtExecutor:
         self._cuda.synchronize()
         if chunk.next_id is not None:
             return None
-        logits = self._outputs.prefill_logits.astype(np.float32)[None]
-        return RoundScores(None, lambda _row: logits)
+        logits = self._outputs.prefill_logits.astype(np.float32)
+        return RoundScores(1, None, lambda _row, _position: logits)
 
     def _prefill_sizes(self) -> list[int]:
         most = self._options.prefill_chunk
@@ -372,11 +372,10 @@ class _Outputs:
         ids = flat[count * k : 2 * count * k].reshape(num_rows, width, k)
         sums = flat[2 * count * k :].view(np.float32).reshape(num_rows, width)
 
-        def read_logits(row: int) -> Array:
-            size = width * self._vocab
-            logits = self._cuda.download(self._logits + 2 * row * size, (width, self._vocab), np.float16)
-            return logits.astype(np.float32)
+        def read_logits(row: int, position: int) -> Array:
+            place = self._logits + 2 * (row * width + position) * self._vocab
+            return self._cuda.download(place, (self._vocab,), np.float16).astype(np.float32)
 
         drafts = self._host_ids[:count].reshape(num_rows, width)[:, 1:].copy()
-        scores = RoundScores(Candidates(values, ids, sums), read_logits)
+        scores = RoundScores(width, Candidates(values, ids, sums), read_logits)
         return RoundOutput(drafts, scores, 0.0, time.perf_counter() - began)
