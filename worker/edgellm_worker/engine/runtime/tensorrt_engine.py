@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -52,28 +53,45 @@ def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     except BaseException:
         cuda.close()
         raise
+    try:
+        loop = _loop_maker(checkpoint, model, spec, options, executor, f"{NAME} ({library.name}, {cuda.name})")
+        executor.warm_up(drafting_of(model, options).draft_lengths)
+        if bundle.canary is not None:
+            # In a loop of its own: what the canary's rounds took tells an adaptive draft length nothing.
+            check_canary(loop(), bundle.canary, is_quantized=spec.runs_fp8 or spec.runs_fp4)
+        return loop()
+    except BaseException:
+        executor.close()
+        raise
+
+
+def _loop_maker(
+    checkpoint: Checkpoint,
+    model: Model,
+    spec: EngineSpec,
+    options: EngineOptions,
+    executor: TensorRtExecutor,
+    name: str,
+) -> Callable[[], SpeculativeEngine]:
     drafting = drafting_of(model, options)
-    executor.warm_up(drafting.draft_lengths)
-    limits = engine_limits(model, spec, options, drafting.num_speculative_tokens)
+    num_drafts = drafting.num_speculative_tokens
     traits = EngineTraits(
-        name=f"{NAME} ({library.name}, {cuda.name})",
+        name=name,
         in_flight=True,
         seeded=True,
-        drafts_when_sampled=drafting.num_speculative_tokens > 0,
+        drafts_when_sampled=num_drafts > 0,
         speculative_method=_method(model, drafting),
     )
+    limits = engine_limits(model, spec, options, num_drafts)
     grammars = GrammarCompiler(checkpoint.path / "tokenizer.json", model.config.vocab_size)
 
-    def loop() -> SpeculativeEngine:
+    def make() -> SpeculativeEngine:
         chosen = drafting.draft_length()
         return SpeculativeEngine(
             executor, SpeculativeOptions(limits, traits, chosen, options.prefill_chunk_tokens, grammars)
         )
 
-    if bundle.canary is not None:
-        # In a loop of its own: what the canary's rounds took tells an adaptive draft length nothing.
-        check_canary(loop(), bundle.canary, is_quantized=spec.runs_fp8 or spec.runs_fp4)
-    return loop()
+    return make
 
 
 def build_bundle(checkpoint: Checkpoint, options: EngineOptions) -> str:
