@@ -26,7 +26,7 @@ from edgellm_producer.errors import EdgellmError, JobError, JobRejected, Protoco
 from edgellm_producer.gateway import command as gateway
 from edgellm_producer.job import JobState, SubmittedJob, raise_for_status
 from edgellm_producer.keys import Priority
-from edgellm_producer.shell import explained, flush, leave_to_nobody
+from edgellm_producer.shell import explained, flush, leave_to_nobody, seconds
 from edgellm_producer.streaming import Restarted
 from edgellm_producer.wire import Reply, Status
 
@@ -168,7 +168,7 @@ def _id_argument(parser: argparse.ArgumentParser) -> None:
 def _result_arguments(parser: argparse.ArgumentParser) -> None:
     _id_argument(parser)
     parser.add_argument(
-        "--timeout-s", type=float, metavar="FLOAT", help="how long to wait (default: until it is there)"
+        "--timeout-s", type=seconds, metavar="FLOAT", help="how long to wait (default: until it is there)"
     )
     parser.add_argument("--json", action="store_true", help=_JSON_HELP)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from argparse import ArgumentTypeError
 
 
 def leave_to_nobody() -> None:
@@ -17,6 +19,24 @@ def flush() -> None:
     """What cannot be written is an error of the command, not a remark at the interpreter's end."""
     if sys.stdout is not None:  # closed by the shell: `>&-`
         sys.stdout.flush()
+
+
+def at_least_one(text: str) -> int:
+    """As argparse's `type`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no number from 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """As argparse's `type`: 0 or more, and an end."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"{text!r} is no number of seconds")
+    return value
 
 
 def explained(error: Exception) -> str:

@@ -54,12 +54,13 @@ async def test_every_line_is_answered_and_one_bad_line_stops_nothing(default_ser
         + line("d", body={**CHAT, "temperature": -1})
         + line("e", "/v1/embeddings")
         + line("f")
+        + line("half of one \ud83d", body={**CHAT, "\ud83d": 1})
         + line("half a character", body={**CHAT, "messages": [{"role": "user", "content": "\ud83d"}]})
     )
     async with instant_worker(default_server.url, queue_name):
         assert await run(default_server.url, queue_name, source, output) == 1
     found = answers(output)
-    assert set(found) == {"a", "b", None, "c", "d", "e", "f", "half a character"}
+    assert set(found) == {"a", "b", None, "c", "d", "e", "f", "half a character", "half of one \ud83d"}
     assert found["a"]["response"]["body"]["choices"][0]["message"]["content"] == "HELLO"
     assert found["a"]["response"]["status_code"] == 200
     assert found["a"]["error"] is None

@@ -189,6 +189,8 @@ async def test_broken_and_oversized_bodies(default_server, queue_name):
         assert (large.status_code, large.json()["error"]["code"]) == (413, "too_large")
         half = await http.post(f"{url}/completions", content=rb'{"model": "tiny", "prompt": "\ud83d"}')
         assert (half.status_code, half.json()["error"]["param"]) == (400, "prompt")
+        field = await http.post(f"{url}/completions", content=rb'{"model": "tiny", "prompt": "x", "\ud83d": 1}')
+        assert (field.status_code, field.json()["error"]["code"]) == (400, "unsupported_field")
         for elsewhere in (await http.post(f"{url}/embeddings", json={}), await http.get(f"{url}/completions")):
             assert elsewhere.status_code in {404, 405}
             assert "is not served here" in elsewhere.json()["error"]["message"]

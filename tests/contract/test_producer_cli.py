@@ -134,6 +134,18 @@ def test_a_gateway_that_cannot_start_says_why(words: tuple[str, ...], said: str,
     assert capsys.readouterr().err.startswith(f"gateway: {said}")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("batch", "-", "--window", "0"), ("batch", "-", "--timeout-s", "nan"), ("gateway", "--timeout-s", "-1")],
+    ids=" ".join,
+)
+def test_numbers_that_make_no_sense_are_refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words])
+    assert ended.value.code == 2
+    assert f"argument {words[-2]}: {words[-1]!r} is no number" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_is_the_operators_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["gateway", "--port", str(taken.getsockname()[1])]) == 2

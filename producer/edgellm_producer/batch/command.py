@@ -16,7 +16,7 @@ from edgellm_producer.batch.run import BatchOptions, BatchRun, BatchSummary
 from edgellm_producer.client import Producer
 from edgellm_producer.errors import QueueUnreachable
 from edgellm_producer.keys import Priority, new_job_id
-from edgellm_producer.shell import explained
+from edgellm_producer.shell import at_least_one, explained, seconds
 
 SOME_FAILED: Final = 1
 
@@ -24,10 +24,16 @@ SOME_FAILED: Final = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", metavar="IN.jsonl", help="OpenAI batch lines; - reads stdin")
     parser.add_argument("-o", "--output", metavar="OUT.jsonl", default="-", help="- writes stdout (not resumable)")
-    parser.add_argument("--window", type=int, default=256, help="jobs in the queue at most (default %(default)s)")
-    parser.add_argument("--timeout-s", type=float, help="per job, from its submit")
     parser.add_argument(
-        "--unreachable-s", type=float, default=300.0, help="how long to wait out an outage of the queue"
+        "--window", type=at_least_one, metavar="N", default=256, help="jobs in the queue at most (default %(default)s)"
+    )
+    parser.add_argument("--timeout-s", type=seconds, metavar="N", help="per job, from its submit")
+    parser.add_argument(
+        "--unreachable-s",
+        type=seconds,
+        metavar="N",
+        default=300.0,
+        help="how long to wait out an outage of the queue (default %(default)s)",
     )
     parser.add_argument("--model", help="model of lines that name none")
     parser.add_argument("--tenant")

@@ -105,7 +105,10 @@ def _output(run_id: str, number: int, custom_id: str | None, response: Any, erro
         "response": response,
         "error": error,
     }
-    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    try:
+        return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    except UnicodeEncodeError:  # half a character in what the line says of itself goes back as it came
+        return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
 def job_id(run_id: str, number: int) -> str:

@@ -208,4 +208,6 @@ def _error_body(error: EdgellmError) -> ErrorBody:
 
 
 def _error_response(error: ErrorBody, headers: dict[str, str] | None = None) -> Response:
-    return JSONResponse(error.body, status_code=error.status, headers=headers)
+    """In ASCII: it may repeat half a character from the request."""
+    body = json.dumps(error.body)
+    return Response(body, status_code=error.status, headers=headers, media_type="application/json")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from edgellm_producer.client import Producer
 from edgellm_producer.gateway.access import AccessFileError, ApiKeys
-from edgellm_producer.shell import explained
+from edgellm_producer.shell import explained, seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="lines of KEY TENANT; without it everybody may call",
     )
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="per request (default %(default)s)")
+    parser.add_argument(
+        "--timeout-s", type=seconds, metavar="N", default=600.0, help="per request (default %(default)s)"
+    )
 
 
 async def run_gateway(producer: Producer, args: argparse.Namespace) -> int:
