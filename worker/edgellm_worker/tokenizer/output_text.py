@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from edgellm_worker.tokenizer.detokenizer import Detokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What became final: `num_tokens` is how many further tokens of those pushed, in order, belong to the text so far.
 
     `stopped` says that a stop string ended the row: the tokens pushed and not yet counted are to be dropped.
@@ -83,9 +82,6 @@ class OutputText:
     def _take(self, text: str) -> None:
         self._settled += len(text)
         self._ends.append(self._settled)
-        if not text or not self._stop_strings:
-            self._pending += text
-            return
         self._pending += text
         found = [at for at in map(self._pending.find, self._stop_strings) if at >= 0]
         if found:
