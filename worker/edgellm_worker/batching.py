@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from edgellm_producer.keys import Priority
 
@@ -53,8 +54,7 @@ class FormerConfig:
     scheduling: Scheduling = Scheduling.IN_FLIGHT
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A validated job that waits for a slot. Times are monotonic seconds; `turn` is its order of arrival."""
 
     id: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from edgellm_producer.errors import JobRejected
 from edgellm_producer.wire import DEFAULT_MAX_TOKENS, ErrorCode, ErrorInfo, FinishReason, Job, Reply, Status
@@ -32,8 +32,7 @@ class ServedModel:
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedJob:
+class PreparedJob(NamedTuple):
     """A job that can run here. `key` is the engine's compatibility key."""
 
     delivery: Delivery

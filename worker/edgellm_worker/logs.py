@@ -35,14 +35,12 @@ def _as_json(_logger: Any, level: str, event: MutableMapping[str, Any]) -> str:
 
 
 def _as_text(_logger: Any, level: str, event: MutableMapping[str, Any]) -> str:
-    head = f"{_now()} {level:<7} {_plain(event.pop('event'), spaces=True)}"
-    return " ".join([head, *[f"{key}={_plain(value)}" for key, value in event.items()]])
+    head = f"{_now()} {level:<7} {_quoted(event.pop('event'), spaces=True)}"
+    return " ".join([head, *[f"{key}={_SPELLED.get(type(value), _quoted)(value)}" for key, value in event.items()]])
 
 
-def _plain(value: object, *, spaces: bool = False) -> str:
-    spelled = _SPELLED.get(type(value))
-    if spelled is not None:
-        return spelled(value)
+def _quoted(value: object, *, spaces: bool = False) -> str:
+    """In quotes where it must be: a line has one event, and a value no spaces."""
     text = value if isinstance(value, str) else _encode(value)
     is_plain = text.isprintable() and '"' not in text and (spaces or " " not in text)
     return text if is_plain else _encode(text)

@@ -121,6 +121,7 @@ class Outbox:
         pauses = backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             await self._something_is_due()
+            await asyncio.sleep(0)  # the reader was woken too: Redis reads the next jobs while these answers are packed
             try:
                 await self.flush()
                 pauses = backoff_s(FIRST_PAUSE_S, LONGEST_PAUSE_S)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from edgellm_producer.wire import (
     BatchInfo,
@@ -28,8 +27,7 @@ from edgellm_worker.tokenizer import TextDelta
 MERGE_DELTAS_S: Final = 0.020
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where and when a job was put: times are the worker's monotonic seconds, `attempt` counts from 1."""
 
     row_id: int
