@@ -58,9 +58,20 @@ class LinkOptions:
         }
 
 
+_HINTS: Final = (
+    ("ReadOnlyError", "-readonly ", "this server is a replica: give the URL of its master, or a redis+sentinel:// URL"),
+    ("MovedError", "-moved ", "this server is one node of a Cluster: give a redis+cluster:// URL"),
+    ("ClusterError", "-clusterdown ", "this server is a node of a Cluster that is not whole"),
+    ("NoPermissionError", "the user executing the script", "`edgellm-worker acl` prints the rules that a user needs"),
+)
+"""By the library's type, or by what is left of it where a script met it, in lower case."""
+
+
 def in_words(error: Exception) -> str:
-    """What the network or Redis said; a time-out of asyncio's says nothing."""
-    return f"{type(error).__name__}: {str(error) or 'no answer in time'}"
+    """What the network or Redis said, and what to do about it; a time-out of asyncio's says nothing."""
+    said = f"{type(error).__name__}: {str(error) or 'no answer in time'}"
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return said + next((f"; {hint}" for name, word, hint in _HINTS if name in names or word in said.lower()), "")
 
 
 def _nameless() -> dict[str, None]:

@@ -37,7 +37,9 @@ class DeadLetter:
     envelope: bytes
 
     def job_fields(self) -> dict[str, Any]:
-        """The job as it was sent; `ProtocolError` when it never could be read."""
+        """The job as it was sent; `ProtocolError` when it never could be read, or is gone."""
+        if not self.envelope:
+            raise ProtocolError(f"the text of {self.id} went with its entry, which somebody deleted ({self.reason})")
         return unpack(self.envelope)
 
 

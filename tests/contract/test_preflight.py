@@ -10,7 +10,6 @@ from edgellm_worker.errors import ExitCode
 from edgellm_worker.queue.config import QueueConfig
 from edgellm_worker.queue.errors import QueueMisconfigured, QueueUnavailable
 from edgellm_worker.queue.link import mapped_errors
-from edgellm_worker.queue.preflight import explained_errors
 from edgellm_worker.queue.redis_queue import RedisQueue
 from edgellm_worker.queue.rights import COMMANDS, PROBES, Rights, Role
 from tests.support.daemons import TINY
@@ -87,5 +86,5 @@ async def test_a_replica_is_called_a_replica(start_server, queue_name: str, vers
     ],
 )
 def test_what_a_cluster_says_is_explained(error: Exception, words: str) -> None:
-    with pytest.raises(QueueUnavailable, match=words), explained_errors(QueueConfig()), mapped_errors():
+    with pytest.raises(QueueUnavailable, match=words), mapped_errors():
         raise error

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from edgellm_producer import Delta, Status, SubmittedJob
+from edgellm_producer.dead import DeadLetters
+from edgellm_producer.errors import ProtocolError
 from edgellm_producer.keys import GROUP
 from edgellm_worker.queue.api import BeginOutcome, Delivery
 from edgellm_worker.queue.redis_queue import RedisQueue
@@ -164,6 +166,9 @@ async def test_a_job_deleted_before_any_worker_had_it_is_answered_by_the_sweep(r
     letters = [fields for _, fields in rig.admin.xrange(rig.keys.dead)]
     assert {letter["id"]: letter["reason"] for letter in letters} == {job.id: "entry_deleted" for job in jobs}
     assert len(letters) == 3
+    ((entry, _), *_) = rig.admin.xrange(rig.keys.dead)
+    with pytest.raises(ProtocolError, match="went with its entry, which somebody deleted"):
+        await DeadLetters(rig.producer).retry(entry)
     assert rig.other_keys() == set(), "its key and its tenant's place are free again"
 
 

@@ -10,9 +10,8 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
 
-from redis.exceptions import ClusterError, MovedError, NoPermissionError, ReadOnlyError
+from redis.exceptions import NoPermissionError
 
 from edgellm_producer.keys import Keys
 from edgellm_worker.queue.config import QueueConfig
@@ -21,13 +20,6 @@ from edgellm_worker.queue.link import Link
 from edgellm_worker.queue.rights import PROBES
 
 logger = logging.getLogger(__name__)
-
-HINTS: Final[tuple[tuple[type[Exception], str, str], ...]] = (
-    (ReadOnlyError, "-READONLY ", "this server is a replica: give the URL of its master, or a redis+sentinel:// URL"),
-    (MovedError, "-MOVED ", "this server is one node of a Cluster: give a redis+cluster:// URL"),
-    (ClusterError, "-CLUSTERDOWN ", "this server is a node of a Cluster that is not whole"),
-)
-"""By the library's type, or by the word that Redis 6.2 leaves of it when a script met it."""
 
 
 async def inspect_server(link: Link, config: QueueConfig) -> None:
@@ -44,17 +36,14 @@ async def inspect_server(link: Link, config: QueueConfig) -> None:
 
 
 @contextmanager
-def explained_errors(config: QueueConfig) -> Iterator[None]:
-    """What Redis refuses, with what to do about it; without rights it is the operator's to mend."""
+def told_apart(config: QueueConfig) -> Iterator[None]:
+    """Missing rights are the operator's to mend, whatever else passes."""
     try:
         yield
     except QueueUnavailable as error:
         cause = error.__cause__
         if isinstance(cause, NoPermissionError):
             raise QueueMisconfigured(_missing(config, {_rule(str(cause), config, "")})) from cause
-        for kind, word, hint in HINTS:
-            if isinstance(cause, kind) or word in str(cause):
-                raise QueueUnavailable(f"{error}; {hint}") from cause
         raise
 
 

@@ -26,7 +26,7 @@ from edgellm_worker.queue.events import EventListener
 from edgellm_worker.queue.held import Entry, HeldTable, ReplyClock
 from edgellm_worker.queue.lease import LeaseKeeper
 from edgellm_worker.queue.link import Link, Waiter, link_options
-from edgellm_worker.queue.preflight import explained_errors, inspect_server
+from edgellm_worker.queue.preflight import inspect_server, told_apart
 from edgellm_worker.queue.rows import (
     Newer,
     Row,
@@ -96,7 +96,7 @@ class RedisQueue:
     async def open(self) -> None:
         """Raises `ModelMismatch` beside a live worker of another model, `QueueMisconfigured` without the rights."""
         models = ",".join(self._config.served_models)
-        with explained_errors(self._config):
+        with told_apart(self._config):
             await inspect_server(self._link, self._config)
             reply = await self._link.run("register", [self.consumer, self._config.liveness_ms, models])
         if reply[0] != b"ok":
