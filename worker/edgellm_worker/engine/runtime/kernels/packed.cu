@@ -44,6 +44,11 @@ __device__ __forceinline__ uint4 read16(u32 address) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
   return v;
 }
+__device__ __forceinline__ u32 read4(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
 __device__ __forceinline__ u32 multiply2(u32 a, u32 b) {
   u32 r;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -150,7 +155,7 @@ __device__ __forceinline__ void multiply_unit(u32 stage, float (&acc)[RT][NT][4]
   for (int r = 0; r < RT; ++r) {
     packed[r][0] = read16(weight + r * TILE_BYTES);
     packed[r][1] = read16(weight + r * TILE_BYTES + 512);
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(packed_scales[r]) : "r"(scales + r * 128));
+    packed_scales[r] = read4(scales + r * 128);
   }
   u32 scale[RT][2];
 #pragma unroll
