@@ -185,7 +185,7 @@ def compare_greedy(checks: Checks, replies: Sequence[Reply]) -> None:
     count = len(GOLDEN["prompts"])
     for begin in range(0, len(replies), count):
         found = [Generated(list(reply.token_ids)) for reply in replies[begin : begin + count]]
-        result = compare(found, DRAFTS, MOST_ROWS, 1.0)
+        result = compare(found, DRAFTS, MOST_ROWS)
         detail = f"{result['equal']} of {count} equal, near ties {result['near_ties']}, faults {result['faults']}"
         checks.see(f"greedy replies against transformers (gap under {NEAR_TIE})", not result["faults"], detail)
 
