@@ -23,7 +23,7 @@ from pathlib import Path
 
 import redis
 
-from bench.gpu.generation import NEAR_TIE, compare
+from bench.gpu.generation import NEAR_TIE, compare, wanted_texts
 from bench.gpu.harness import TINY, save, say
 from bench.gpu.served import Finished, Worker, command, start, wait_until
 from bench.gpu.tiny import GOLDEN, Generated
@@ -31,9 +31,7 @@ from edgellm_producer import Producer
 from edgellm_producer.keys import Keys
 from edgellm_producer.wire import Reply, Status
 from edgellm_worker.embedded import EmbeddedServer
-from edgellm_worker.engine.api import GenerationRequest, SamplingParams
-from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
-from edgellm_worker.engine.load import EngineOptions, load_engine
+from edgellm_worker.engine.ops.api import KvDtype
 
 NUM_JOBS, MOST_ROWS, DRAFTS = 64, 8, 3
 NUM_SAMPLED = 16
@@ -184,10 +182,14 @@ async def full_queue(job: Job, worker: Worker) -> None:
 def compare_greedy(checks: Checks, replies: Sequence[Reply]) -> None:
     count = len(GOLDEN["prompts"])
     for begin in range(0, len(replies), count):
-        found = [Generated(list(reply.token_ids)) for reply in replies[begin : begin + count]]
-        result = compare(found, DRAFTS, MOST_ROWS)
-        detail = f"{result['equal']} of {count} equal, near ties {result['near_ties']}, faults {result['faults']}"
-        checks.see(f"greedy replies against transformers (gap under {NEAR_TIE})", not result["faults"], detail)
+        compare_texts(checks, "greedy replies against transformers", replies[begin : begin + count], KvDtype.FLOAT16)
+
+
+def compare_texts(checks: Checks, name: str, replies: Sequence[Reply], kv: KvDtype) -> None:
+    bound = FP8_NEAR_TIE if kv is KvDtype.FP8 else NEAR_TIE
+    result = compare([Generated(list(reply.token_ids)) for reply in replies], wanted_texts(kv), bound)
+    detail = f"{result['equal']} of {len(replies)} equal, near ties {result['near_ties']}, faults {result['faults']}"
+    checks.see(f"{name} (gap under {bound})", not result["faults"], detail)
 
 
 async def repeat_alone(job: Job, producer: Producer, crowded: Sequence[Reply]) -> None:
@@ -272,41 +274,13 @@ def serve_fp8_kv(job: Job) -> None:
         job.checks.see("serve with FP8 KV builds what is missing", True, f"ready after {worker.wait_ready():.1f} s")
         replies = asyncio.run(greedy_only(worker))
         worker.stop(signal.SIGTERM)
-    expected = by_reference(model)
-    near_ties, faults = [], []
-    for index, (reply, (ids, gaps)) in enumerate(zip(replies, expected, strict=True)):
-        pairs = enumerate(zip(reply.token_ids, ids, strict=False))
-        at = next((at for at, pair in pairs if pair[0] != pair[1]), -1)
-        if reply.token_ids != ids:
-            is_near = at >= 0 and gaps[at] < FP8_NEAR_TIE
-            (near_ties if is_near else faults).append((index, at, round(gaps[at], 4)))
-    equal = len(replies) - len(near_ties) - len(faults)
-    detail = f"{equal} of {len(replies)} equal, near ties {near_ties}, faults {faults}"
-    job.checks.see(f"FP8 KV: greedy replies against the reference (gap under {FP8_NEAR_TIE})", not faults, detail)
+    compare_texts(job.checks, "FP8 KV: greedy replies against the reference with it", replies, KvDtype.FP8)
 
 
 async def greedy_only(worker: Worker) -> list[Reply]:
     async with Producer(worker.redis_url(), queue=QUEUE) as producer:
         submitted = await producer.submit_many(greedy_fields(index) for index in range(len(GOLDEN["prompts"])))
         return await asyncio.gather(*(one.reply(timeout=300) for one in submitted))
-
-
-def by_reference(model: Path) -> list[tuple[list[int], list[float]]]:
-    """Token ids of every recorded prompt, and the gap between the best two at each."""
-    engine = load_engine("reference", open_checkpoint(model), EngineOptions(MOST_ROWS, 1300, 2048))
-    eos = frozenset(GOLDEN["eos_token_ids"])
-    waiting = list(enumerate(GOLDEN["prompts"]))[::-1]
-    found: list[tuple[list[int], list[float]]] = [([], []) for _ in waiting]
-    while waiting or engine.num_rows:
-        while waiting and engine.num_rows < MOST_ROWS:
-            index, prompt = waiting.pop()
-            params = SamplingParams(top_logprobs=2)
-            engine.add(index, GenerationRequest(tuple(prompt["prompt_ids"]), GOLDEN["max_new_tokens"], params, eos))
-        for update in engine.step().updates:
-            found[update.row_id][0].extend(update.token_ids)
-            found[update.row_id][1].extend(one.top[0][1] - one.top[1][1] for one in update.logprobs)
-    engine.close()
-    return found
 
 
 def show_logs(folder: Path) -> None:
