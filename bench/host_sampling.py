@@ -107,7 +107,7 @@ def recorded() -> list[tuple[np.ndarray, Candidates]]:
     """Logits [B, N, V], falling with the rank as text's do (top_p 0.9 is some 30 tokens), and their candidates."""
     rng, rounds = np.random.default_rng(0), []
     for _ in range(NUM_RECORDED):
-        logits = np.full((ROWS, POSITIONS, VOCABULARY), -30.0, np.float32)
+        logits = rng.normal(-18.0, 2.0, (ROWS, POSITIONS, VOCABULARY)).astype(np.float32)
         ranks = 1.0 + rng.permuted(np.tile(np.arange(WITH_TEXT), (ROWS, POSITIONS, 1)), axis=-1)
         logits[:, :, :WITH_TEXT] = 10.0 - 1.5 * np.log(ranks) + rng.normal(0, 0.2, ranks.shape)
         ids = np.array([[top_indices(p, NUM_CANDIDATES) for p in row] for row in logits], np.int32)

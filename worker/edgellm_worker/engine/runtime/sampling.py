@@ -46,8 +46,9 @@ from edgellm_worker.engine.runtime.scores import (
     top_indices,
 )
 
-_FIRST_SORT: Final = 1024
-_SUM_SLACK: Final = 1e-5
+_SORTED: Final = (64, 1024, 16_384)
+"""How many of the best tokens are sorted for a nucleus, one after the other, before all are."""
+_SUM_SLACK: Final = 3e-6
 _U_SLACK: Final = 1e-9
 
 
@@ -235,23 +236,24 @@ def _choose_anywhere(logits: NDArray[np.floating], best: np.floating, keys: NDAr
 
 
 def _choose_nucleus(logits: NDArray[np.floating], best: np.floating, keys: NDArray[np.uint64], rule: Rule) -> int:
-    """top_p over the whole vocabulary: only as many logits are sorted as the prefix needs. The sum over all is good to
-    some digits only where that settles the cut.
+    """top_p over the whole vocabulary: only as many logits are sorted as the prefix needs, and the sum over all is
+    taken in float64 only where float32 leaves the cut open.
     """
-    z = (logits - best) / logits.dtype.type(rule.temperature)
-    total = float(np.exp(z, out=z).sum(dtype=np.float64))
-    for num in (NUM_CANDIDATES, _FIRST_SORT):
+    z = logits - best
+    z /= logits.dtype.type(rule.temperature)
+    total, slack = float(np.exp(z, out=z).sum(dtype=np.float64)), _SUM_SLACK
+    for num in (*_SORTED, logits.size):
         chosen = top_indices(logits, num)
         values = logits[chosen].astype(np.float64)
         reached = np.exp((values - values[0]) / rule.temperature).cumsum()
-        least, most = reached.searchsorted([rule.top_p * total * (1.0 + slack) for slack in (-_SUM_SLACK, _SUM_SLACK)])
-        if least == most < chosen.size:
-            return race(values, chosen, keys, rule, total)
-    z = logits.astype(np.float64)
-    z -= z.max()
-    z /= rule.temperature
-    chosen = top_indices(logits, logits.size)
-    return race(logits[chosen].astype(np.float64), chosen, keys, rule, float(np.exp(z).sum()))
+        least, most = reached.searchsorted([rule.top_p * total * (1.0 + e) for e in (-slack, slack)])
+        if least != most:
+            wide = (logits.astype(np.float64) - float(best)) / rule.temperature
+            total, slack = float(np.exp(wide).sum()), 0.0
+            most = reached.searchsorted(rule.top_p * total)
+        if most < chosen.size:
+            break
+    return race(values, chosen, keys, rule, total)
 
 
 def draw_ahead(
@@ -313,8 +315,9 @@ def _logprobs(token_id: int, scores: Scores, num_top: int) -> TokenLogprobs:
             return _listed_logprobs((token_id,), block, num_top)[0]
         if scores.read_dense is None:
             raise ValueError("the log-probabilities asked for are not among the candidates")
-        scores = scores.read_dense()
-    logits, total = scores.logits, log_sum_exp(scores.logits)
+        logits, total = scores.read_dense().logits, scores.log_sum_exp
+    else:
+        logits, total = scores.logits, log_sum_exp(scores.logits)
     best = top_indices(logits, num_top) if num_top else np.empty(0, np.int64)
     top = zip(best.tolist(), logits[best].tolist(), strict=True)
     return TokenLogprobs(float(logits[token_id]) - total, tuple([(i, v - total) for i, v in top]))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 NUM_CANDIDATES: Final = 64
 """How many candidates per position an engine hands over: enough for every top_k up to it and for top_logprobs."""
 
-_CHUNK: Final = 256
+_GROUP: Final = 256
 
 Logits = NDArray[np.float32]
 
@@ -105,17 +105,19 @@ def top_indices(values: NDArray[np.floating], k: int) -> NDArray[np.int64]:
 def _pool(values: NDArray[np.floating], k: int) -> NDArray[np.int64] | None:
     """Indices, rising, of some of values [V] with the k largest among them; None where that would not pay.
 
-    k chunks whose largest value reaches t have k values that do, so the k largest all reach t.
+    k groups whose largest value reaches t have k values that do, so the k largest all reach t. A group takes its values
+    from all over the vocabulary: likely tokens are often neighbours.
     """
-    num_chunks = values.size // _CHUNK
-    if num_chunks < 2 * k:
+    num_groups = values.size // _GROUP
+    if num_groups < 2 * k:
         return None
-    largest = values[: num_chunks * _CHUNK].reshape(num_chunks, _CHUNK).max(axis=1)
-    pool = np.flatnonzero(values >= np.partition(largest, num_chunks - k)[num_chunks - k])
+    largest = values[: num_groups * _GROUP].reshape(_GROUP, num_groups).max(axis=0)
+    pool = np.flatnonzero(values >= np.partition(largest, num_groups - k)[num_groups - k])
     return pool if k <= pool.size < values.size // 2 else None
 
 
 def log_sum_exp(logits: NDArray[np.floating]) -> float:
     """The log-sum-exp of logits [V]: exponentials in their type, summed in float64."""
     top = logits.max()
-    return float(top) + math.log(float(np.exp(logits - top).sum(dtype=np.float64)))
+    weights = logits - top
+    return float(top) + math.log(float(np.exp(weights, out=weights).sum(dtype=np.float64)))
