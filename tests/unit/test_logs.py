@@ -34,6 +34,15 @@ def test_text(lines):
     assert rest == "info    job job=a-1 status=ok total_ms=12.5 code=null\n"
 
 
+@pytest.mark.parametrize("form", list(LogFormat))
+def test_each_entry_has_its_line(form, lines):
+    configure_logs(form, stream=lines)
+    structlog.get_logger().info("job", each=[{"job": "a-1"}, {"job": "a-2"}])
+    first, second = lines.getvalue().splitlines()
+    assert ("a-1" in first, "a-2" in second) == (True, True)
+    assert second == first.replace("a-1", "a-2")
+
+
 def test_json(lines):
     configure_logs(LogFormat.JSON, stream=lines)
     structlog.get_logger().warning("cannot read", error="x", again_in_s=0.1)

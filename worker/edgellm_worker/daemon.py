@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Final
 
 import structlog
@@ -318,12 +319,12 @@ class Daemon:
         if self._crash is not None:
             raise self._crash
 
-    def answered(self, answer: Answer, *, visible: bool) -> None:
-        """The outbox wrote this answer."""
-        if visible:
+    def answered(self, answers: Sequence[Answer], visible: Sequence[bool]) -> None:
+        """The outbox wrote these answers."""
+        for answer in compress(answers, visible):
             self._metrics.answered(answer.reply)
             self._tracer.answered(answer.delivery, answer.reply)
-        self._log.info("job", **job_event(answer.reply), visible=visible)
+        self._log.info("job", each=[job_event(a.reply, visible=v) for a, v in zip(answers, visible, strict=True)])
         self._wake.set()
 
     def stream_lost(self, job: RunningJob) -> None:
@@ -362,7 +363,7 @@ class Daemon:
             await asyncio.sleep(self._config.sweep_s)
 
 
-def job_event(reply: Reply) -> dict[str, object]:
+def job_event(reply: Reply, *, visible: bool = True) -> dict[str, object]:
     """What is logged of a job: numbers and enums, never its text."""
     error = reply.error
     return {
@@ -378,4 +379,5 @@ def job_event(reply: Reply) -> dict[str, object]:
         "acceptance": round(reply.speculative.draft_acceptance_rate, 3),
         "batch": reply.batch.id if reply.batch else None,
         "attempt": reply.attempt,
+        "visible": visible,
     }

@@ -1,5 +1,7 @@
 """Logs: one event per line on standard error, as text or JSON; one event per job and per batch.
 
+`log.info("job", each=[{...}, {...}])` is one event per entry, all of this moment, written in one go.
+
 No prompt and no output text is ever logged. Whatever came from outside is quoted, so that a job cannot forge a line.
 """
 
@@ -10,6 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from types import NoneType
@@ -26,17 +29,21 @@ class LogFormat(StrEnum):
 _encode: Final = json.JSONEncoder(default=str).encode  # `json.dumps` with a default makes an encoder per call
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+@dataclass(frozen=True, slots=True)
+class _Renderer:
+    form: LogFormat
+
+    def __call__(self, _logger: Any, level: str, event: MutableMapping[str, Any]) -> str:
+        name, now = event.pop("event"), datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        entries = event.pop("each", [event])
+        if self.form is LogFormat.JSON:
+            return "\n".join([_encode({**e, "event": name, "level": level, "timestamp": now}) for e in entries])
+        head = f"{now} {level:<7} {_quoted(name, spaces=True)}"
+        return "\n".join([_as_text(head, entry) for entry in entries])
 
 
-def _as_json(_logger: Any, level: str, event: MutableMapping[str, Any]) -> str:
-    return _encode({**event, "level": level, "timestamp": _now()})
-
-
-def _as_text(_logger: Any, level: str, event: MutableMapping[str, Any]) -> str:
-    head = f"{_now()} {level:<7} {_quoted(event.pop('event'), spaces=True)}"
-    return " ".join([head, *[f"{key}={_SPELLED.get(type(value), _quoted)(value)}" for key, value in event.items()]])
+def _as_text(head: str, entry: Mapping[str, Any]) -> str:
+    return " ".join([head, *[f"{key}={_SPELLED.get(type(value), _quoted)(value)}" for key, value in entry.items()]])
 
 
 def _quoted(value: object, *, spaces: bool = False) -> str:
@@ -73,7 +80,7 @@ def configure_logs(form: LogFormat, *, level: int = logging.INFO, stream: TextIO
     structlog.configure(
         processors=[
             structlog.processors.format_exc_info,
-            _as_json if form is LogFormat.JSON else _as_text,
+            _Renderer(form),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.WriteLoggerFactory(file=stream or cast("TextIO", _StandardError())),

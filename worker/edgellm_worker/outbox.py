@@ -46,8 +46,8 @@ class Release:
 
 
 class OutboxListener(Protocol):
-    def answered(self, answer: Answer, *, visible: bool) -> None:
-        """Written; `visible` False: somebody else's answer was first and this one is dropped."""
+    def answered(self, answers: Sequence[Answer], visible: Sequence[bool]) -> None:
+        """Written; not `visible`: somebody else's answer was first and this one is dropped."""
 
     def stream_lost(self, job: RunningJob) -> None:
         """Its lease is lost or it is answered: stop working on it."""
@@ -173,9 +173,9 @@ class Outbox:
         if not ready:
             return
         visible = await self._queue.finish(ready)
-        for answer, is_visible in zip(ready, visible, strict=True):
+        for answer in ready:
             del self._waiting.answers[answer.delivery.id]
-            self._listener.answered(answer, visible=is_visible)
+        self._listener.answered(ready, visible)
 
     async def _send_back(self) -> None:
         while self._waiting.releases:
