@@ -143,7 +143,7 @@ async def test_ten_workers_start_at_once_and_share_the_jobs(rig: Rig) -> None:
 
 async def test_an_idle_stream_is_reclaimed_from_without_a_new_message(rig: Rig) -> None:
     """Whoever drained the queue and waits for news looks after the leases of others all the same."""
-    first, second = await rig.worker("w1"), await rig.worker("w2", reclaim_interval_s=0.05)
+    first, second = await rig.worker("w1"), await rig.worker("w2", reclaim_interval_s=0.05, block_ms=30_000)
     await rig.submit()
     (delivery,) = await first.take(1)
     assert await second.take(1) == []
@@ -154,6 +154,7 @@ async def test_an_idle_stream_is_reclaimed_from_without_a_new_message(rig: Rig) 
             await second.wait(0.1)
             taken = await second.take(1)
     assert ids(taken) == [delivery.id]
+    await rig.submit()  # ends the blocked read
 
 
 async def test_a_group_made_anew_over_finished_entries_delivers_nothing(rig: Rig) -> None:
