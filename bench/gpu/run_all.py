@@ -19,6 +19,8 @@ from edgellm_worker.engine.trt import load_library
 
 STEPS = {
     "parity": (["bench/gpu/op_parity.py"], 240),
+    "packed": (["bench/gpu/packed_linear.py"], 120),
+    "quantized": (["bench/gpu/quantized_generation.py"], 240),
     "delta": (["bench/gpu/floors.py", "delta"], 90),
     "bundle": (["bench/gpu/floors.py", "bundle"], 120),
     "generation": (["bench/gpu/generation.py"], 300),
