@@ -89,7 +89,8 @@ class Cases:
             {"x": x},
             lambda o, x: (o.swiglu(*o.fused_linear(x, [w, w], [None, None])),),
         )
-        for m, width, depth in ((1, 100, 64), (6, 3072, 2048), (24, 2048, 8192), (48, 1000, 256), (64, 96, 512)):
+        shapes = ((1, 100, 64), (6, 3072, 2048), (24, 2048, 8192), (24, 1000, 256), (9, 96, 4096), (17, 5120, 5120))
+        for m, width, depth in shapes:
             plain = self.weight(width, depth)
             few = {"x": self.half(1, m, depth)}
             yield from self.row_op(f"linear {m}x{depth}x{width}", few, lambda o, x, w=plain: (o.linear(x, w),))

@@ -106,7 +106,7 @@ def profile(name: str, model: Model, slots: int, verify: int, capacity: int) -> 
     executor = open_executor(name, model, spec(slots, verify, LEVEL, capacity, 128))
     found: list[dict[str, object]] = []
     for rows, width, position in SHAPES:
-        if width > verify or position + width > capacity:
+        if rows > slots or width > verify or position + width > capacity:
             continue
         program = verify_program(executor, rows, width, position)
         if os.environ.get("ONCE"):

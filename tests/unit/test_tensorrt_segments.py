@@ -151,6 +151,33 @@ def test_every_pass_can_be_prepared(family: str, lowering: Lowering) -> None:
             )
 
 
+@pytest.mark.parametrize(
+    ("rows", "weight", "bias", "is_kernel"),
+    [
+        (24, DenseWeight(np.zeros((48, 64), np.float16)), None, True),
+        (25, DenseWeight(np.zeros((48, 64), np.float16)), None, False),
+        (4, DenseWeight(np.zeros((48, 80), np.float16)), None, False),
+        (4, DenseWeight(np.zeros((48, 64), np.float16)), DenseWeight(np.zeros(48, np.float32)), False),
+        (4, Fp8Weight(np.zeros((48, 64), np.uint8), np.float32(1)), None, False),
+    ],
+    ids=["few rows", "many rows", "odd depth", "bias", "quantized"],
+)
+def test_which_products_are_a_kernel_call(
+    rows: int, weight: DenseWeight | Fp8Weight, bias: DenseWeight | None, is_kernel: bool
+) -> None:
+    ops = TensorRtOps()
+    y = ops.linear(ops.input("x", (1, rows, weight.shape[1]), Dtype.FLOAT16), weight, bias)
+    graph = ops.graph({"y": y})
+    device = RecordingDevice()
+    weights = WeightStore(device)
+    parts = Parts(device, weights, Kernels(device, weights), NoNetworks())
+    layout = lay_out(graph, frozenset({"x", "y"}), Lowering.PRODUCTS)
+    bound = {"x": Binding(1 << 40), "y": Binding(1 << 41)}
+    program = Program(graph, layout, parts, Bindings(bound, 0, Control(0, 0, 1), Mode.STEP))
+    ((label, _),) = program.launches
+    assert label.startswith("product" if is_kernel else "network")
+
+
 def test_shapes_that_do_not_agree_are_refused_by_the_op() -> None:
     ops = TensorRtOps()
     x = ops.input("x", (1, 2, 8), Dtype.FLOAT16)

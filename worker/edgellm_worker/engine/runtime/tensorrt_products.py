@@ -1,7 +1,7 @@
 """Products of few rows as kernel calls (kernels/linear.cu), where networks hold products alone (`Lowering.PRODUCTS`).
 
 At the rows of a step a product takes as long as reading its weight; TensorRT 8.6's kernels take about twice that. The
-networks stay for prompt pieces, and for what this kernel does not take: biases and quantized weights.
+networks stay for more rows than MOST_ROWS, and for what this kernel does not take: biases and quantized weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from edgellm_worker.engine.runtime.tensorrt_weights import WeightStore
 Launch = Callable[[], None]
 CompileKernel = Callable[[str, str, str, dict[str, int], int], Kernel]
 
-MOST_ROWS = 64
+MOST_ROWS = 24
+"""Above this the kernel reads x too often: at 32 rows the networks were faster on an H200 (docs/benchmarks.md)."""
+
 _COLUMNS, _WARPS, _CHUNK = 32, 8, 32  # of a block, as the kernel has them; elements of the depth
 _ENOUGH_BLOCKS = 150
 _LEAST_CHUNKS = 2  # of a warp: a shorter share of the depth costs more than it reads
