@@ -41,7 +41,7 @@ class PreparedJob(NamedTuple):
 
     @property
     def id(self) -> str:
-        return self.delivery.id
+        return self.delivery.job.id
 
 
 def is_slow_to_prepare(job: Job) -> bool:

@@ -90,6 +90,7 @@ class RunningJob:
 
     def __init__(self, prepared: PreparedJob, place: Place, model: ServedModel) -> None:
         self.prepared = prepared
+        self.id = prepared.id
         self.place = place
         self._model = model
         self._text = model.tokenizer.output_text(
@@ -105,10 +106,6 @@ class RunningJob:
         self._sent_parts = 0
         self._sending: Delta | None = None
         self._sent_at = float("-inf")
-
-    @property
-    def id(self) -> str:
-        return self.prepared.id
 
     @property
     def deadline_at(self) -> float | None:

@@ -162,10 +162,13 @@ def deletion(row: Row, worker: str) -> Settlement:
     return refusal(row, Status.FAILED, info, worker, dead_reason=ErrorCode.ENTRY_DELETED)
 
 
+_is_id: Final = re.compile(ID_PATTERN).fullmatch
+
+
 def _readable_id(row: Row, fields: dict[str, Any]) -> str:
     """The entry's id, else the envelope's, else nothing; what does not match the pattern never becomes a key."""
     for candidate in (row.id, fields.get("id")):
-        if isinstance(candidate, str) and re.fullmatch(ID_PATTERN, candidate):
+        if isinstance(candidate, str) and _is_id(candidate):
             return candidate
     return ""
 
