@@ -126,7 +126,9 @@ class Pair(RuleBasedStateMachine):
     def release(self, worker: str, index: int, begun: bool) -> None:
         if (picked := self.picked(worker, index)) is not None:
             job, entry, real = picked
-            released, _ = self.run_worker("release", worker, int(begun), "normal", real, job)
+            released, deleted = self.run_worker("release", worker, int(begun), "normal", real, job)
+            for _ in deleted:
+                released += self.run_worker("retry", worker, "normal", real, job, 0, 0, 0, "", "what is in hand")
             assert bool(released) is self.model.release(worker, job, entry, begun=begun)
 
     @rule(worker=WORKERS, index=INDEX, kill=st.booleans())
@@ -141,6 +143,27 @@ class Pair(RuleBasedStateMachine):
         job = self.accepted[index % len(self.accepted)]
         reply = run_blocking(self.client, producer_script("cancel"), self.keys.config, [job, "r"])
         assert reply[0].decode() == self.model.cancel(job)
+
+    @rule(index=INDEX)
+    def delete(self, index: int) -> None:
+        """By hand, and gone from the pending list as well."""
+        if self.model.lane:
+            entry = sorted(self.model.lane)[index % len(self.model.lane)]
+            self.client.xdel(self.lane, self.entries[entry])
+            if self.has_group():
+                self.client.xack(self.lane, GROUP, self.entries[entry])
+            self.model.delete(entry)
+
+    @rule(index=INDEX)
+    def check(self, index: int) -> None:
+        """No worker of this test says that it lives: what is in nobody's list is in nobody's hand."""
+        job = self.accepted[index % len(self.accepted)]
+        if self.model.delayed or not self.client.zadd(self.keys.checks, {job: 1}, xx=True, ch=True):
+            return
+        for name, lane, entry, *_ in self.run_worker("sweep", 1)[4]:
+            assert name.decode() == job
+            self.run_worker("finish", "w3", 100, lane, entry, job, "failed", "w3", 60_000, "r", "deleted", "", 0)
+        self.model.check(job, set())
 
     @rule()
     def sweep(self) -> None:
