@@ -111,6 +111,19 @@ async def test_a_newer_version_is_delayed_twice_then_given_up(rig: Rig) -> None:
     assert rig.other_keys() == set()
 
 
+async def test_two_unreadable_entries_of_one_id_are_one_answer(one_rig: Rig) -> None:
+    """Refused in one call or in two: who says the same twice is not the same entry twice."""
+    worker = await one_rig.worker()
+    put(one_rig, id="twin", job=b"\xc1")
+    put(one_rig, id="twin", job=b"\xc1\x00")
+    assert await worker.take(9) == []
+    put(one_rig, id="twin", job=b"\xc1\x00\x00")
+    assert await worker.take(9) == []
+    assert worker.counters.answered == {"malformed": 1}
+    assert one_rig.answers("twin") == 1
+    await assert_drained(one_rig)
+
+
 async def test_2000_random_and_mutated_entries_are_all_accounted_for(one_rig: Rig) -> None:
     seed = random.randrange(1 << 32)
     print("seed", seed)

@@ -45,7 +45,7 @@ NEWER_VERSION_DELAYS = 2
 
 
 def _entry(delivery: Delivery) -> Entry:
-    return Entry(delivery.priority, delivery.entry_id, delivery.id)
+    return Entry(delivery.priority, delivery.entry_id, delivery.job.id)
 
 
 def _flat(entries: Sequence[Entry]) -> list[str | bytes | int]:
@@ -300,7 +300,7 @@ class RedisQueue:
             return []
         args: list[str | bytes | int] = [self.consumer, self._config.max_dead_letters]
         for settlement in settlements:
-            args += settlement.arguments(token=f"{self.consumer}:{settlement.attempts}")
+            args += settlement.arguments(token=f"{self.consumer}:{settlement.attempts}:{settlement.entry_id}")
         return [bool(flag) for flag in await self._link.run("finish", args)]
 
     async def release(self, deliveries: Sequence[Delivery], *, begun: bool) -> None:
