@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from bench.gpu.floors import LEVEL, chain_ms, dense_model, graph_ms, round_input
+from bench.gpu.dense_model import dense_model
+from bench.gpu.floors import LEVEL, chain_ms, graph_ms, round_input
 from bench.gpu.harness import TINY, NoNetworks, save, say
 from bench.gpu.tiny import Networks, spec, tiny_model
 from edgellm_worker.engine.build.spec import EngineSpec
