@@ -12,8 +12,10 @@ import pytest
 from edgellm_worker.engine.build.builder import Builder, BuildSettings, RowRange, collecting_logger
 from edgellm_worker.engine.build.passes import Recorder
 from edgellm_worker.engine.build.spec import EngineSpec
+from edgellm_worker.engine.checkpoint.weights import DenseWeight
 from edgellm_worker.engine.errors import BuildError
 from edgellm_worker.engine.ops.api import KvDtype
+from edgellm_worker.engine.ops.graph import Lowering
 from edgellm_worker.engine.trt import Flavour, Library, Target, load_library
 from tests.support.tensorrt_models import qwen_27b, tiny_shapes
 
@@ -96,6 +98,17 @@ def compile_matrix(
     assert min(done.values()) > 1000
     assert all(count >= 4 for count in counts.values())
     return done
+
+
+@pytest.mark.parametrize(("lowering", "target"), [(Lowering.ROWS, Target.SM86), (Lowering.PRODUCTS, Target.SM121)])
+def test_what_stands_around_packed_products_compiles(library: Library, lowering: Lowering, target: Target) -> None:
+    """No network holds a quantized weight then, and some hold no product at all."""
+    model = tiny_shapes("qwen3_5_text", "w4a16")
+    wanted = replace(spec(target), runs_fp8=False, runs_fp4=False, packs=True, lowering=lowering)
+    builder = Builder(library, BuildSettings(target))
+    segments = wanted.segments(model, wanted.reader()).values()
+    assert all(isinstance(weight, DenseWeight) for one in segments for node in one.nodes for weight in node.weights)
+    assert min(len(builder.compile(segment, RANGES)) for segment in segments) > 1000
 
 
 @pytest.mark.parametrize(("scheme", "target"), [("nvfp4", Target.SM89), ("w4a16", Target.SM89), ("fp8", Target.SM86)])
