@@ -60,8 +60,9 @@ class Penalties:
         out[self._bias_ids] += self._bias
         return out
 
-    def marks(self, ids: NDArray[np.integer]) -> NDArray[np.int32]:
-        return self._marks.take(ids, mode="clip")
+    def look_up(self, ids: NDArray[np.integer], marks: NDArray[np.int32]) -> None:
+        """Write the marks of these tokens."""
+        self._marks.take(ids, mode="clip", out=marks)
 
     @property
     def has_bias(self) -> bool:
@@ -91,11 +92,15 @@ def penalised_ahead(
 
     Position i counts the row's first i drafts as output: it matters only when they were accepted.
     """
-    marks = np.array([row.marks(of_row) for row, of_row in zip(rows, ids, strict=True)])
+    marks = np.empty(ids.shape, np.int32)
+    for index, row in enumerate(rows):
+        row.look_up(ids[index], marks[index])
     for i, draft in enumerate(np.array(drafts, ids.dtype).T, 1):
         marks[:, i:] += np.int32(2) * (ids[:, i:] == draft[:, None, None])
-    columns = np.array([row.weights for row in rows])[:, :, None, None]
-    out = _penalised(values, marks, columns[:, 0], columns[:, 1], columns[:, 2])
+    out = values.copy()
+    marked = np.nonzero(marks)  # few: most candidates are new to the text
+    weights = np.array([row.weights for row in rows])[marked[0]]
+    out[marked] = _penalised(out[marked], marks[marked], *weights.T)
     for index, row in enumerate(rows):
         if row.has_bias:
             out[index] = row.biased(out[index], ids[index])
@@ -105,7 +110,7 @@ def penalised_ahead(
 def _penalised(
     values: NDArray[np.float64], marks: NDArray[np.int32], repetition: _Weight, frequency: _Weight, presence: _Weight
 ) -> NDArray[np.float64]:
+    """Of tokens that were seen, in prompt or output."""
     repeated = np.where(values > 0, values / repetition, values * repetition)
-    out = np.where(marks > 0, repeated, values)
     counts = marks >> 1
-    return np.where(counts > 0, out - (frequency * counts + presence), out)
+    return np.where(counts > 0, repeated - (frequency * counts + presence), repeated)

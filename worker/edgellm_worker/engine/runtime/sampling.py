@@ -295,10 +295,12 @@ def _may_be_narrow(params: SamplingParams) -> bool:
 def _listed_logprobs(token_ids: Sequence[int], scores: Candidates, num_top: int) -> tuple[TokenLogprobs, ...]:
     """Of listed tokens; scores [N, K], N at least the number of tokens."""
     num = len(token_ids)
-    ids = scores.ids[:num]
-    logprobs = scores.values[:num].astype(np.float64) - scores.log_sum_exp[:num, None].astype(np.float64)
-    own = logprobs[np.arange(num), (ids == np.array(token_ids)[:, None]).argmax(axis=1)].tolist()
-    tops = zip(ids[:, :num_top].tolist(), logprobs[:, :num_top].tolist(), strict=True)
+    sums = scores.log_sum_exp[:num].astype(np.float64)
+    at = (scores.ids[:num] == np.array(token_ids, scores.ids.dtype)[:, None]).argmax(axis=1)
+    own = (scores.values[np.arange(num), at] - sums).tolist()
+    tops = zip(
+        scores.ids[:num, :num_top].tolist(), (scores.values[:num, :num_top] - sums[:, None]).tolist(), strict=True
+    )
     return tuple(
         [
             TokenLogprobs(logprob, tuple(zip(top_ids, top_values, strict=True)))
