@@ -19,6 +19,7 @@ from server import Server
 from edgellm_producer import Producer
 from edgellm_worker import app
 from edgellm_worker.config import Settings
+from edgellm_worker.engine.api import EngineLimits, FinishReason, GenerationRequest, RowUpdate
 from edgellm_worker.logs import LogFormat, configure_logs
 from tests.support.daemons import TINY
 from tests.support.fake_engine import LIMITS, FakeEngine
@@ -63,8 +64,26 @@ async def serve_queue() -> None:
         await asyncio.Event().wait()
 
 
-async def open_instant_engine(settings: Settings) -> FakeEngine:
-    return FakeEngine(dataclasses.replace(LIMITS, max_batch_size=settings.max_batch_size), at_once=True)
+class InstantEngine(FakeEngine):
+    """All rows added in one turn of the loop are complete in the next, each with its prompt as its text."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        super().__init__(limits)
+        self._ended: list[RowUpdate] = []
+
+    def add(self, row_id: int, request: GenerationRequest) -> None:
+        if not self._ended:
+            asyncio.get_running_loop().call_soon(self._report_ended)
+        tokens = request.prompt_token_ids[: request.max_new_tokens]
+        self._ended.append(RowUpdate(row_id, tokens, finish_reason=FinishReason.LENGTH))
+
+    def _report_ended(self) -> None:
+        updates, self._ended = tuple(self._ended), []
+        self._report(updates, len(updates))
+
+
+async def open_instant_engine(settings: Settings) -> InstantEngine:
+    return InstantEngine(dataclasses.replace(LIMITS, max_batch_size=settings.max_batch_size))
 
 
 async def serve_daemon() -> None:

@@ -226,7 +226,6 @@ class Daemon:
         if batch is not None:
             self._starting = batch
             asyncio.create_task(self._start(batch), name="start-batch").add_done_callback(self._note_started)
-        self._metrics.held(len(self._rows), Counter(job.delivery.priority for job in self._waiting.values()))
 
     def _note_started(self, task: asyncio.Task[None]) -> None:
         self._starting = None
@@ -336,7 +335,13 @@ class Daemon:
         """The exposition, with the state of this very moment. Called by the HTTP threads."""
         snapshot = self.snapshot()
         self._metrics.health(snapshot, redis_up=snapshot.redis_age_s <= REDIS_UP_WITHIN_S)
+        self._count_held()
         return self._metrics.render()
+
+    def _count_held(self) -> None:
+        """Called by the HTTP threads too: it counts over a copy."""
+        waiting = Counter(job.delivery.priority for job in tuple(self._waiting.values()))
+        self._metrics.held(len(self._rows), waiting)
 
     def snapshot(self) -> HealthSnapshot:
         """Read by the HTTP threads too: plain attribute reads only."""
@@ -359,6 +364,7 @@ class Daemon:
                 self._log.warning("cannot sweep", error=str(error))
             self._rows.count_idle_time()
             self._metrics.counters(self._queue.counters)
+            self._count_held()
             self._wake.set()
             await asyncio.sleep(self._config.sweep_s)
 
