@@ -62,6 +62,21 @@ def test_what_comes_twice_or_late_is_not_shown() -> None:
     assert run(merger, deltas(1, ["a", "z"])) == []
 
 
+def test_tokens_without_a_text_of_their_own_are_told() -> None:
+    """Half a character: the text comes with a later token."""
+    merger = DeltaMerger()
+    assert [event.token_ids for event in run(merger, deltas(1, ["", "", "é"]))] == [[0], [1], [2]]
+
+
+def test_what_the_answer_adds_has_log_probabilities_where_the_job_asked_for_them() -> None:
+    said = [{"token_id": 1, "token": "a", "logprob": -0.5}]
+    asked = Reply(id="x", status=Status.OK, text="a", token_ids=[1], attempt=1, logprobs=said)
+    (event,) = DeltaMerger().end(asked)
+    assert event.logprobs == asked.logprobs != []
+    (event,) = DeltaMerger().end(asked.model_copy(update={"logprobs": None}))
+    assert event.logprobs is None
+
+
 def test_a_job_that_did_not_stream_is_shown_at_its_end() -> None:
     reply = Reply(id="x", status=Status.OK, text="all", token_ids=[1, 2], attempt=1)
     assert shown(DeltaMerger().end(reply)) == "all"

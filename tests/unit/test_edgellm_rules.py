@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from edgellm_worker.engine.api import EngineLimits, GenerationRequest, SamplingParams
 from edgellm_worker.engine.edgellm.fields import PER_CALL_FIELDS, BatchFields, batch_fields, new_request
 from edgellm_worker.engine.edgellm.native import Capabilities, detect
-from edgellm_worker.engine.edgellm.rules import EdgeLlmRules, length_class
+from edgellm_worker.engine.edgellm.rules import EdgeLlmRules, drafting_off, length_class
 from edgellm_worker.engine.errors import RequestError
 from tests.support import fake_edgellm as fake
 from tests.support.edgellm_dump import load_dump
@@ -29,6 +29,18 @@ EOS = frozenset({2})
 
 def request(num_prompt: int = 10, max_new_tokens: int = 16, **sampling: Any) -> GenerationRequest:
     return GenerationRequest((5,) * num_prompt, max_new_tokens, SamplingParams(**sampling), EOS)
+
+
+def test_a_prompt_of_the_longest_length_is_taken_and_one_token_more_is_not() -> None:
+    RULES.validate(request(num_prompt=LIMITS.max_input_len))
+    with pytest.raises(RequestError, match="513 tokens, this engine takes 512") as caught:
+        RULES.validate(request(num_prompt=LIMITS.max_input_len + 1))
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_only_sampled_rows_are_told_why_they_are_not_drafted() -> None:
+    assert drafting_off(request(temperature=0.0)) is None
+    assert drafting_off(request(temperature=0.1)) == "this engine drafts at temperature 0 only"
 
 
 @pytest.mark.parametrize(

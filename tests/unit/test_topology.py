@@ -59,6 +59,15 @@ def test_a_refused_url_is_not_repeated():
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["redis://u:secret@h", "redis+cluster://u:secret@h:1", "redis+sentinel://u:secret@h:1/s?sentinel_password=secret"],
+    ids=["single", "cluster", "sentinel"],
+)
+def test_a_target_that_is_printed_keeps_its_password(url):
+    assert "secret" not in repr(Target.parse(url))
+
+
 def test_a_single_server_is_asked_nothing():
     assert ask("redis://h:1/2", {}) == ("redis://h:1/2", [])
 
