@@ -2,7 +2,7 @@
 
 bulk          submit `jobs` jobs with no worker there: jobs per second
 end to end    a warm worker process; from the first submit until the last answer is in Redis
-worker CPU    of the worker's process group, over the same jobs
+CPU           of the worker's process group, of Redis and of the submitting process, over the same jobs
 round trip    one job at a time, submit until its answer is in Redis (asked for every 0.2 ms), median
 """
 
@@ -95,9 +95,11 @@ async def measure(peer: Peer, server: Server, jobs: int, trips: int) -> dict[str
     with worker_of(peer) as group:
         await peer.open()
         await answered(peer, server, NUM_WARM_UP, 0.01)
-        used_s = cpu_s(group)
+        before = cpu_s(group), server.cpu_s(), time.process_time()
         result["end_to_end_per_s"] = round(jobs / await answered(peer, server, jobs, 0.01))
-        result["worker_cpu_ms"] = round((cpu_s(group) - used_s) / jobs * 1e3, 4)
+        after = cpu_s(group), server.cpu_s(), time.process_time()
+        for name, used, had in zip(("worker", "redis", "client"), after, before, strict=True):
+            result[f"{name}_cpu_ms"] = round((used - had) / jobs * 1e3, 4)
         times = [await answered(peer, server, 1, 0.0002) for _ in range(trips)]
         result["round_trip_p50_ms"] = round(statistics.median(times) * 1e3, 2)
         await peer.close()

@@ -44,6 +44,11 @@ class Server:
             return [self._read() for _ in range(count)]
         return self._file.read(count + 2)[:-2]
 
+    def cpu_s(self) -> float:
+        """User and system seconds that the server has used."""
+        told = dict(line.split(":") for line in self("INFO", "cpu").decode().split("\r\n") if ":" in line)
+        return float(told["used_cpu_user"]) + float(told["used_cpu_sys"])
+
     def without(self, keys: list[str]) -> list[str]:
         """The keys less a leading run of those that exist: one command, so that polling costs the same for all."""
         head = keys[:NUM_ASKED]
