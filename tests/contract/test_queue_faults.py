@@ -239,11 +239,12 @@ async def test_a_group_that_vanishes_again_and_again_makes_no_spin(rig: Rig) -> 
         await worker.finish([ok(delivery)])
         rig.admin.xgroup_destroy(rig.keys.lane(NORMAL), GROUP)
         rig.admin.config_resetstat()
-        for _ in range(6):
+        ends_at = time.monotonic() + 0.3
+        while time.monotonic() < ends_at:
             await worker.take(1)
             await worker.wait(0.1)
         calls = rig.admin.info("commandstats")
-        assert calls.get("cmdstat_xread", {"calls": 0})["calls"] <= 6, "each blocks for 200 ms"
+        assert calls.get("cmdstat_xread", {"calls": 0})["calls"] <= 10, "each blocks for 200 ms"
 
 
 async def test_health_is_any_reply(one_rig: Rig) -> None:
