@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,8 @@ from edgellm_producer.batch.command import add_arguments, run_batch
 from edgellm_producer.batch.lines import BadLine, BatchLine, parse_line
 from edgellm_producer.batch.output import BatchFileError, BatchOutput, journal_path
 from edgellm_producer.batch.progress import Progress
+from edgellm_producer.errors import QueueUnreachable
+from edgellm_producer.job import SubmittedJob
 from edgellm_producer.wire import ErrorInfo, Reply, Status
 from tests.support.instant_worker import echo, instant_worker
 
@@ -116,6 +120,38 @@ async def test_a_small_queue_is_waited_for(default_server, queue_name, tmp_path)
     async with instant_worker(default_server.url, queue_name):
         assert await run(default_server.url, queue_name, source, output) == 0
     assert len(answers(output)) == 40
+
+
+async def test_two_outages_are_each_waited_out(default_server, queue_name, tmp_path, monkeypatch):
+    """Hours apart: the second one is not added to the first."""
+    monkeypatch.setattr("edgellm_producer.batch.run._PAUSES_S", (0.0,))
+    submit, clock = Producer.submit, time.monotonic
+    outages = iter([0.0, 7200.0])
+    shift = 0.0
+
+    async def fails_twice(producer: Producer, prompt: str | None = None, **fields) -> SubmittedJob:
+        nonlocal shift
+        job = await submit(producer, prompt, **fields)
+        if (later := next(outages, None)) is None:
+            return job
+        if later == 0.0:
+            raise QueueUnreachable("away")
+        shift = later
+        monkeypatch.setattr(job, "reply", _away)
+        return job
+
+    monkeypatch.setattr(Producer, "submit", fails_twice)
+    monkeypatch.setattr(
+        "edgellm_producer.batch.run.time", SimpleNamespace(monotonic=lambda: clock() + shift, time=time.time)
+    )
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(line("a"))
+    async with instant_worker(default_server.url, queue_name):
+        assert await run(default_server.url, queue_name, source, output, "--unreachable-s", "60") == 0
+
+
+async def _away() -> Reply:
+    raise QueueUnreachable("away")
 
 
 async def test_a_finished_output_is_never_overwritten(default_server, queue_name, tmp_path, capsys):

@@ -150,6 +150,33 @@ async def test_keys_become_tenants_and_strangers_are_refused(default_server, que
     assert seen == ["team-b"]
 
 
+async def test_an_idempotency_key_belongs_to_its_tenant(default_server, queue_name):
+    """The same key and body of the same tenant are one job, of another tenant another."""
+    ids = []
+    async with (
+        instant_worker(default_server.url, queue_name),
+        gateway(default_server.url, queue_name, KEYS) as url,
+    ):
+        for secret in ("secret-a", "secret-a", "secret-b"):
+            async with client(url, secret) as api:
+                answer = await api.completions.create(
+                    model="tiny", prompt="abc", extra_headers={"Idempotency-Key": "k1"}
+                )
+            ids.append(answer.id)
+    assert ids[0] == ids[1] != ids[2]
+
+
+async def test_who_joined_a_job_by_its_key_does_not_cancel_it(default_server, queue_name):
+    body, key = {"model": "tiny", "prompt": "x"}, {"Idempotency-Key": "k1"}
+    async with gateway(default_server.url, queue_name) as url, Producer(default_server.url, queue=queue_name) as queue:
+        job = await queue.submit("x", model="tiny", timeout_s=30.0, idempotency_key="k1")
+        async with httpx2.AsyncClient() as http:
+            with pytest.raises(httpx2.ReadTimeout):
+                await http.post(f"{url}/completions", json=body, headers=key, timeout=0.5)
+        async with instant_worker(default_server.url, queue_name):
+            assert (await job.result(timeout=20)).text == "X"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_hangs_up_cancels_its_job(default_server, queue_name, stream):
     """Streamed or whole, and only its own."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from edgellm_producer.envelope import seal
 from edgellm_producer.errors import JobRejected, QueueFull
 from edgellm_producer.openai.requests import Endpoint, request_from_body
 from edgellm_producer.openai.responses import (
@@ -121,6 +125,32 @@ def test_what_cannot_be_honoured_is_refused_by_name(endpoint, body, field):
     with pytest.raises(JobRejected) as caught:
         request_from_body(endpoint, body)
     assert caught.value.field == field
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+_NAMES = (
+    *Job.model_fields,
+    *("n", "best_of", "echo", "suffix", "stream_options", "max_completion_tokens", "user", "modalities", "lora"),
+)
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+@given(body=st.dictionaries(st.sampled_from(_NAMES), _VALUES, max_size=4))
+@example(body={"prompt": "x", "logprobs": "many"})
+@example(body={"prompt": "x", "logprobs": [1]})
+@example(body={"prompt": "x", "logprobs": math.nan})
+def test_every_body_is_a_job_or_a_refusal(endpoint, body):
+    given_prompt = {"prompt": "x"} if endpoint is Endpoint.COMPLETIONS else {"messages": [{"role": "user"}]}
+    field: str | None = "none: it is a job"
+    try:
+        seal(request_from_body(endpoint, {**given_prompt, **body}).fields)
+    except JobRejected as refusal:
+        field = refusal.field
+    assert field
 
 
 def test_whole_responses_are_what_the_official_client_reads():

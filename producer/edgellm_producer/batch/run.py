@@ -136,6 +136,7 @@ class BatchRun:
         while True:
             try:
                 job = await self._producer.submit(**fields)
+                failing_since, num_refusals = None, 0
                 return await job.reply()
             except QueueFull:
                 failing_since = None

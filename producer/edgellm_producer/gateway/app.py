@@ -113,10 +113,13 @@ class Gateway:
         return await self._whole(request, job, shape)
 
     def _fields(self, wanted: OpenAiRequest, request: Request) -> dict[str, Any]:
+        tenant = self.options.keys.tenant(request.headers.get("authorization"))
+        key = request.headers.get("idempotency-key")
         given = {
             "timeout_s": self.options.timeout_s,
-            "tenant": self.options.keys.tenant(request.headers.get("authorization")),
-            "idempotency_key": request.headers.get("idempotency-key"),
+            "tenant": tenant,
+            # The queue's keys are one for all; no tenant finds, or cancels, another's job by guessing its key.
+            "idempotency_key": key if key is None or tenant is None else f"{tenant}:{key}",
             "traceparent": request.headers.get("traceparent"),
         }
         return {**{name: value for name, value in given.items() if value is not None}, **wanted.fields}
@@ -165,10 +168,14 @@ def _closing(shape: ResponseShape, reply: Reply, wanted: OpenAiRequest) -> list[
 
 @contextlib.asynccontextmanager
 async def _cancelling(job: SubmittedJob) -> AsyncIterator[None]:
-    """Cancel the job when the block is left by an exception: the client is gone, or the gateway stops."""
+    """Cancel the job when the block is left by an exception: the client is gone, or the gateway stops. One that was
+    there before (the same idempotency key) has another client, who may still wait.
+    """
     try:
         yield
     except BaseException:
+        if job.is_duplicate:
+            raise
         with contextlib.suppress(QueueUnreachable, UnknownJob):
             await asyncio.shield(job.cancel())
         raise

@@ -72,6 +72,8 @@ def _completion_prompt(value: Any) -> dict[str, Any]:
 def _completion_logprobs(value: Any) -> dict[str, Any]:
     if value is False:
         return {}
+    if not isinstance(value, int):
+        raise JobRejected(ErrorCode.INVALID_FIELD, "a number of candidates per token", field="logprobs")
     return {"logprobs": True, "top_logprobs": int(value)}
 
 
