@@ -23,7 +23,7 @@ import pytest
 from edgellm_producer import Producer
 from edgellm_producer.keys import Keys
 from edgellm_producer.wire import Status
-from tests.support.chaos import SCRIPT, children_of, left_over
+from tests.support.chaos import SCRIPT, children_of, left_over, path_of_workers
 from tests.support.redis_server import RedisServer
 
 LOG = os.environ.get("EDGELLM_SOAK_LOG")
@@ -51,7 +51,7 @@ def jobs_of(seed: int, count: int) -> Iterator[dict[str, Any]]:
 async def worker_on(server: RedisServer, queue: str, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     env = os.environ | {
         "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONPATH": str(SCRIPT.parents[2]),
+        "PYTHONPATH": path_of_workers(),
         "EDGELLM_CHAOS_ENGINE": "quick",
     }
     with (folder / "worker.log").open("w") as log:

@@ -69,7 +69,7 @@ class World:
         self.proxy = proxy
         self.queue = queue
         self.rng = rng
-        self.env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])} | env
+        self.env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": path_of_workers()} | env
         self.workers: list[asyncio.subprocess.Process] = []
         self.faults: Counter[str] = Counter()
         self.pace_s = 0.0
@@ -97,6 +97,11 @@ class World:
                 worker.send_signal(signal.SIGCONT)
                 worker.kill()
                 await worker.wait()
+
+
+def path_of_workers() -> str:
+    """Where they find this package's tests; and the product, where that is not the installed one."""
+    return os.pathsep.join((str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")))
 
 
 async def kill_worker(world: World) -> None:
