@@ -168,12 +168,12 @@ async def test_an_idempotency_key_belongs_to_its_tenant(default_server, queue_na
 
 async def test_who_joined_a_job_by_its_key_does_not_cancel_it(default_server, queue_name):
     body, key = {"model": "tiny", "prompt": "x"}, {"Idempotency-Key": "k1"}
-    async with gateway(default_server.url, queue_name) as url, Producer(default_server.url, queue=queue_name) as queue:
+    async with Producer(default_server.url, queue=queue_name) as queue:
         job = await queue.submit("x", model="tiny", timeout_s=30.0, idempotency_key="k1")
-        async with httpx2.AsyncClient() as http:
+        async with gateway(default_server.url, queue_name) as url, httpx2.AsyncClient() as http:
             with pytest.raises(httpx2.ReadTimeout):
                 await http.post(f"{url}/completions", json=body, headers=key, timeout=0.5)
-        async with instant_worker(default_server.url, queue_name):
+        async with instant_worker(default_server.url, queue_name):  # the gateway has seen its client leave by now
             assert (await job.result(timeout=20)).text == "X"
 
 
