@@ -150,19 +150,15 @@ def grammar_of(job: Job) -> str | None:
 
 
 def _check_vocabulary(job: Job, prompt: tuple[int, ...], limits: EngineLimits) -> None:
-    if max(prompt) >= limits.vocab_size:
-        raise JobRejected(
-            ErrorCode.INVALID_FIELD,
-            f"token id {max(prompt)} is outside the vocabulary of {limits.vocab_size}",
-            field=prompt_field(job),
-        )
-    strange = [token_id for token_id in job.logit_bias or {} if token_id >= limits.vocab_size]
-    if strange:
-        raise JobRejected(
-            ErrorCode.INVALID_FIELD,
-            f"token id {strange[0]} is outside the vocabulary of {limits.vocab_size}",
-            field="logit_bias",
-        )
+    if (highest := max(prompt)) >= limits.vocab_size:
+        raise _outside(highest, limits, prompt_field(job))
+    if job.logit_bias and (highest := max(job.logit_bias)) >= limits.vocab_size:
+        raise _outside(highest, limits, "logit_bias")
+
+
+def _outside(token_id: int, limits: EngineLimits, field: str) -> JobRejected:
+    message = f"token id {token_id} is outside the vocabulary of {limits.vocab_size}"
+    return JobRejected(ErrorCode.INVALID_FIELD, message, field=field)
 
 
 def max_new_tokens(job: Job, num_prompt_tokens: int, limits: EngineLimits) -> int:
