@@ -26,7 +26,7 @@ from edgellm_producer.errors import EdgellmError, JobError, JobRejected, Protoco
 from edgellm_producer.gateway import command as gateway
 from edgellm_producer.job import JobState, SubmittedJob, raise_for_status
 from edgellm_producer.keys import Priority
-from edgellm_producer.shell import explained, flush, leave_to_nobody, seconds
+from edgellm_producer.shell import expanded, explained, flush, leave_to_nobody, seconds
 from edgellm_producer.streaming import Restarted
 from edgellm_producer.wire import Reply, Status
 
@@ -73,7 +73,7 @@ FIELD_FLAGS: Final[tuple[tuple[str, type], ...]] = (
 
 def password_of(arguments: Arguments) -> str | None:
     if arguments.redis_password_file is not None:
-        return Path(arguments.redis_password_file).expanduser().read_text(encoding="utf-8").strip()
+        return expanded(Path(arguments.redis_password_file)).read_text(encoding="utf-8").strip()
     return os.environ.get("EDGELLM_REDIS_PASSWORD")
 
 

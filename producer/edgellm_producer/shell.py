@@ -6,6 +6,8 @@ import math
 import os
 import sys
 from argparse import ArgumentTypeError
+from errno import ENOENT
+from pathlib import Path
 
 
 def leave_to_nobody() -> None:
@@ -37,6 +39,14 @@ def seconds(text: str) -> float:
     if not 0 <= value < math.inf:
         raise ArgumentTypeError(f"{text!r} is no number of seconds")
     return value
+
+
+def expanded(path: Path) -> Path:
+    """`~` and `~user`. Raises `OSError` where there is no such home."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise OSError(ENOENT, "there is no such home directory", str(path)) from error
 
 
 def explained(error: Exception) -> str:

@@ -68,5 +68,7 @@ def test_it_dies_with_a_parent_that_was_killed() -> None:
 def test_a_path_with_blanks_and_a_program_that_fails_are_said(tmp_path: Path) -> None:
     with pytest.raises(EmbeddedServerError, match="blanks"):
         EmbeddedServer(tmp_path / "my data").start()
+    with pytest.raises(EmbeddedServerError, match="/dev/null/data: Not a directory"):
+        EmbeddedServer(Path("/dev/null/data")).start()
     with pytest.raises(EmbeddedServerError, match="did not start"):
         EmbeddedServer(program=Path("/bin/false")).start()

@@ -218,5 +218,21 @@ def test_a_user_without_a_home_must_name_a_cache(monkeypatch):
     settings, _ = load_settings(MODEL, {})
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", of_nobody)
-    with pytest.raises(ConfigError, match=r"--cache-dir: .* no home directory"):
+    with pytest.raises(ConfigError, match=r"--cache-dir: .* no such home directory"):
         _ = settings.bundles_dir
+
+
+@pytest.mark.parametrize("field", ["model", "cache_dir", "redis_password_file", "embedded_dir"])
+def test_a_path_may_begin_at_a_home(field, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/of-the-test")
+    settings, _ = load_settings({**MODEL, field: "~/x"}, {})
+    assert str(getattr(settings, field)) == "/home/of-the-test/x"
+    assert problems({**MODEL, field: "~nobody-here/x"}) == (
+        f"{flag_name(field)}: ~nobody-here/x: there is no such home directory",
+    )
+
+
+def test_a_file_in_no_home_is_a_problem():
+    assert problems({**MODEL, "config": "~nobody-here/x"}) == (
+        "--config: ~nobody-here/x: there is no such home directory",
+    )

@@ -240,7 +240,8 @@ def _metrics_server(settings: Settings, face: Face) -> MetricsServer:
     try:
         return MetricsServer(face.render, face.snapshot, host=settings.metrics_host, port=settings.metrics_port)
     except OSError as error:
-        raise ConfigError([f"--metrics-port {settings.metrics_port}: {error.strerror}"]) from error
+        where = f"--metrics-host {settings.metrics_host} --metrics-port {settings.metrics_port}"
+        raise ConfigError([f"{where}: {error.strerror}"]) from error
 
 
 async def _run_beside_house(daemon: Daemon, metrics: Metrics, notifier: Notifier) -> None:

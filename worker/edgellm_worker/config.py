@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -30,7 +31,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from edgellm_producer.keys import NAME_PATTERN
-from edgellm_producer.shell import explained
+from edgellm_producer.shell import expanded, explained
 from edgellm_producer.topology import Target
 from edgellm_worker.batching import FormerConfig, Scheduling
 from edgellm_worker.engine.demands import KvCacheDtype, WeightForm, tree_problems
@@ -59,12 +60,20 @@ def _speculative(value: object) -> object:
     return SpeculativeConfig.read(given) if isinstance(given, dict) else given
 
 
+def _at_home(path: Path) -> Path:
+    try:
+        return expanded(path)
+    except OSError as error:
+        raise ValueError(explained(error)) from error
+
+
 def _option(group: str, text: str, *, default: Any, metavar: str = "N", **bounds: Any) -> Any:
     return Field(default=default, description=text, json_schema_extra={"group": group, "metavar": metavar}, **bounds)
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
 WeightForms = Annotated[frozenset[WeightForm], BeforeValidator(_split_names)]
+HomePath = Annotated[Path, AfterValidator(_at_home)]
 Drafting = Annotated[SpeculativeConfig, BeforeValidator(_speculative)]
 
 _MODEL: Final = "model"
@@ -79,7 +88,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    model: Path | None = _option(_MODEL, "checkpoint folder", default=None, metavar="DIR")
+    model: HomePath | None = _option(_MODEL, "checkpoint folder", default=None, metavar="DIR")
     served_model_name: Names = _option(
         _MODEL, "names that jobs may ask for; default: the folder's name", default=(), metavar="NAME[,NAME]"
     )
@@ -97,7 +106,7 @@ class Settings(BaseModel):
     engine_rss_limit_gib: float | None = _option(
         _MODEL, "replace the engine process between batches above this memory", default=None, gt=0
     )
-    cache_dir: Path = _option(
+    cache_dir: HomePath = _option(
         _MODEL, "where built bundles are kept", default=Path("~/.cache/edgellm-worker"), metavar="DIR"
     )
     rewrite_mtp: Literal["bf16"] | None = _option(
@@ -157,9 +166,9 @@ class Settings(BaseModel):
         metavar="URL",
     )
     redis_password: SecretStr | None = _option(_REDIS, "password (no flag: see redis-password-file)", default=None)
-    redis_password_file: Path | None = _option(_REDIS, "file that holds the password", default=None, metavar="FILE")
+    redis_password_file: HomePath | None = _option(_REDIS, "file that holds the password", default=None, metavar="FILE")
     embedded: bool = _option(_REDIS, "start a server of its own instead of connecting to one", default=False)
-    embedded_dir: Path | None = _option(
+    embedded_dir: HomePath | None = _option(
         _REDIS, "where the embedded server keeps its data; default: a temporary folder", default=None, metavar="DIR"
     )
     queue: str = _option(_REDIS, "queue name", default="default", metavar="NAME", pattern=NAME_PATTERN)
@@ -212,24 +221,23 @@ class Settings(BaseModel):
         """Raises `ConfigError` when no model was given, or what was given is no folder."""
         if self.model is None:
             raise ConfigError([f"--model (or {variable_name('model')}) is required"])
-        path = self.model.expanduser()
-        if not path.is_dir():
-            raise ConfigError([f"{path}: no such checkpoint folder (a folder here; nothing is downloaded)"])
-        return path
+        if not self.model.is_dir():
+            raise ConfigError([f"{self.model}: no such checkpoint folder (a folder here; nothing is downloaded)"])
+        return self.model
 
     @property
     def bundles_dir(self) -> Path:
-        """`cache_dir` itself. Raises `ConfigError` where there is no home to expand."""
+        """`cache_dir`, whose default is in a home as well. Raises `ConfigError` where there is none."""
         try:
-            return self.cache_dir.expanduser()
-        except RuntimeError as error:
-            raise ConfigError([f"--cache-dir: {self.cache_dir}: this user has no home directory"]) from error
+            return expanded(self.cache_dir)
+        except OSError as error:
+            raise ConfigError([f"--cache-dir: {explained(error)}"]) from error
 
     @property
     def names(self) -> tuple[str, ...]:
         if self.served_model_name or self.model is None:
             return self.served_model_name
-        return (self.model.expanduser().resolve().name,)
+        return (self.model.resolve().name,)
 
     @property
     def read_size(self) -> int:
@@ -242,7 +250,7 @@ class Settings(BaseModel):
         """The secret itself. Raises `ConfigError` when its file cannot be read."""
         if self.redis_password_file is not None:
             try:
-                return self.redis_password_file.expanduser().read_text().strip()
+                return self.redis_password_file.read_text().strip()
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError([f"redis-password-file: {explained(error)}"]) from error
         return self.redis_password.get_secret_value() if self.redis_password is not None else None
@@ -314,7 +322,7 @@ def _validated(merged: dict[str, Any], spelled: Callable[[str], str], problems: 
 def _read_file(path: Path, problems: list[str]) -> dict[str, Any]:
     """Keys with underscores; what cannot be used is a problem."""
     try:
-        raw = tomllib.loads(path.expanduser().read_text())
+        raw = tomllib.loads(expanded(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         problems.append(f"--config: {explained(error)}" if isinstance(error, OSError) else f"--config {path}: {error}")
         return {}

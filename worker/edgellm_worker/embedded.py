@@ -70,11 +70,14 @@ class EmbeddedServer:
         refused, as the server would misread it.
         """
         data_dir = self._given_dir.resolve() if self._given_dir else None
-        if data_dir is not None:
-            if any(c.isspace() for c in str(data_dir)):
-                raise EmbeddedServerError(f"data directory {str(data_dir)!r}: blanks are not possible here")
-            data_dir.mkdir(parents=True, exist_ok=True)
-        self._home = Path(tempfile.mkdtemp(prefix="edgellm-redis-"))
+        if data_dir is not None and any(c.isspace() for c in str(data_dir)):
+            raise EmbeddedServerError(f"data directory {str(data_dir)!r}: blanks are not possible here")
+        try:
+            if data_dir is not None:
+                data_dir.mkdir(parents=True, exist_ok=True)
+            self._home = Path(tempfile.mkdtemp(prefix="edgellm-redis-"))
+        except OSError as error:
+            raise EmbeddedServerError(f"{data_dir or 'temporary directory'}: {error.strerror}") from error
         self._process = subprocess.Popen(
             ["/bin/sh", "-c", REAPER, "edgellm-reaper", str(self._home), *self._arguments(data_dir or self._home)],
             stdin=subprocess.PIPE,

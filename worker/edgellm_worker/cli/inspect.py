@@ -18,9 +18,10 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
+from edgellm_producer.shell import expanded, explained
 from edgellm_worker.cli.console import PipeConsole
 from edgellm_worker.engine.checkpoint.report import CheckpointReport, ModuleReport, report_checkpoint
-from edgellm_worker.errors import ExitCode
+from edgellm_worker.errors import ConfigError, ExitCode
 
 PIPE_WIDTH: Final = 120
 MAX_LISTED: Final = 12
@@ -37,7 +38,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:  # noqa: ARG001 - every command gets it
-    report = report_checkpoint(arguments.model.expanduser(), read_values=not arguments.headers_only)
+    try:
+        path = expanded(arguments.model)
+    except OSError as error:
+        raise ConfigError([explained(error)]) from error
+    report = report_checkpoint(path, read_values=not arguments.headers_only)
     if arguments.json:
         document = {**dataclasses.asdict(report), "can_run": report.can_run}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
