@@ -72,6 +72,16 @@ class TestAnswers:
             await queue.reply("short")
             assert len(engine.rows) == 1
 
+    async def test_what_a_worker_holds_is_counted_at_the_scrape(self, queue):
+        engine = FakeEngine()
+        async with running(queue, engine) as daemon:
+            queue.submit(job("a", max_tokens=1))
+            await queue.until(lambda: engine.rows)
+            assert b"edgellm_num_requests_running 1.0" in daemon.render()
+            engine.step()
+            await queue.reply("a")
+            assert b"edgellm_num_requests_running 0.0" in daemon.render()
+
     async def test_replies_of_one_step_leave_in_one_round_trip(self, queue):
         engine = FakeEngine()
         async with running(queue, engine, config(sweep_s=60)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from edgellm_producer.keys import Priority
@@ -15,6 +16,7 @@ from edgellm_worker.health import HealthSnapshot, WorkerState
 from edgellm_worker.metrics import Metrics, MetricsShape
 from edgellm_worker.metrics.definitions import DEFINITIONS, PREFIX, Kind
 from edgellm_worker.metrics.reference import reference
+from edgellm_worker.metrics.series import SeriesTable
 from edgellm_worker.queue.api import QueueCounters, QueueStats
 from edgellm_worker.telemetry import Quantity, Source, TelemetryReading
 from edgellm_worker.telemetry.reading import Sample
@@ -52,6 +54,25 @@ def test_every_series_with_known_labels_exists_from_the_start(metrics):
 
 def test_there_are_no_created_series(metrics):
     assert "_created" not in metrics.render().decode()
+
+
+@pytest.mark.parametrize("definition", [d for d in DEFINITIONS if d.kind is Kind.HISTOGRAM], ids=lambda d: d.name)
+def test_a_histogram_reads_as_the_librarys_own(definition):
+    """Bounds themselves, values around them, and beyond the last."""
+    names = definition.label.names if definition.label else ()
+    labels = ("x",) * len(names)
+    registries = CollectorRegistry(), CollectorRegistry()
+    ours = SeriesTable([definition])
+    registries[0].register(ours)
+    theirs = Histogram(definition.full_name, definition.help, names, registry=registries[1], buckets=definition.buckets)
+    if labels:
+        ours.create(definition.name, *labels)
+    for bound in definition.buckets:
+        for value in (bound, bound * 0.999, bound * 1.001):
+            ours.observe(definition.name, value, *labels)
+            (theirs.labels(*labels) if labels else theirs).observe(value)
+    read, wanted = ([x for x in generate_latest(r).decode().splitlines() if "_created" not in x] for r in registries)
+    assert read == wanted
 
 
 def test_hostile_names_make_no_new_series(metrics):
