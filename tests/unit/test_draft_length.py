@@ -71,6 +71,24 @@ def test_adaptive_learns_step_times_for_each_number_of_rows_apart() -> None:
     assert controller.choose(8) == 0
 
 
+def test_adaptive_surveys_two_lengths_of_the_first_load_and_knows_a_poor_start_within_ten_steps() -> None:
+    lengths = drive(AdaptiveDraftLength(5), 10, 0, 0.3)
+    assert lengths[:5] == [5, 5, 3, 5, 1]
+    assert lengths[-1] == 0
+
+
+def test_another_number_of_rows_starts_from_the_step_times_of_the_nearest() -> None:
+    """Half as fast at every length, and drafts that become good: the best length is known without trying any other."""
+    controller = AdaptiveDraftLength(4)
+    drive(controller, 400, 1, 0.4, num_rows=2)
+    assert controller.choose(4) == controller.choose(2)
+    for _ in range(8):
+        k = controller.choose(4)
+        controller.observe(observation(4, k, 4, 2.0 * (1.0 + 0.4 * k)))
+    load = controller._loads[4]
+    assert [load.times.seconds(k) for k in range(5)] == pytest.approx([2.0 * (1.0 + 0.4 * k) for k in range(5)])
+
+
 def test_choosing_changes_nothing() -> None:
     controller = AdaptiveDraftLength(5)
     drive(controller, 37, 2, 0.15)

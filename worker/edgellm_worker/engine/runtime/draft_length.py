@@ -10,6 +10,9 @@ keeps running estimates of both and takes the k with the most tokens per second.
                  spent on another length, the one not seen for longest, when the loss that the estimates foresee for it
                  fits a budget of `LOOK_SHARE` of the time spent so far. So a poor length is looked at rarely, a
                  near-equal one often, and a length of 0 is left again when drafts become good
+    a survey     of the first load, where nothing is known of other lengths: two of its first steps are spent on others,
+                 beside the budget. A further number of rows starts with the step times of the nearest known one, scaled
+                 to its own
     forgetting   old observations fade (`MEMORY_ROWS`, `MEMORY_STEPS`, `FADING_STEPS`), so that a change of text or load
                  is noticed
 
@@ -27,6 +30,7 @@ SWITCH_GAIN: Final = 1.02
 DWELL_STEPS: Final = 4
 LOOK_SHARE: Final = 0.01
 LOOK_EVERY_STEPS: Final = 16
+SURVEY_STEPS: Final = (2, 4)
 MEMORY_ROWS: Final = 512.0
 MEMORY_STEPS: Final = 64.0
 FADING_STEPS: Final = 512.0
@@ -112,11 +116,14 @@ class _Acceptance:
 
 
 class _StepTimes:
-    """Running mean of the step time at each length, for one number of rows; unmeasured lengths are interpolated."""
+    """Running mean of the step time at each length, for one number of rows. Unmeasured lengths are scaled from `shape`,
+    what another number of rows took at every length; without it they are interpolated.
+    """
 
-    __slots__ = ("_counts", "_means")
+    __slots__ = ("_counts", "_means", "shape")
 
-    def __init__(self) -> None:
+    def __init__(self, shape: tuple[float, ...]) -> None:
+        self.shape = shape
         self._means: dict[int, float] = {}
         self._counts: dict[int, float] = {}
 
@@ -130,10 +137,21 @@ class _StepTimes:
         count = self._counts[length] = min(faded + 1.0, MEMORY_STEPS)
         self._means[length] = mean + (min(step_s, OUTLIER * mean) - mean) / count
 
+    @property
+    def is_founded(self) -> bool:
+        """Whether more than one length is known."""
+        return len(self._means) > 1 or len(self.shape) > 0
+
+    def is_measured(self, length: int) -> bool:
+        return length in self._means
+
     def seconds(self, length: int) -> float:
         known = sorted(self._means)
         if length in self._means:
             return self._means[length]
+        if self.shape:
+            nearest = min(known, key=lambda k: abs(k - length))
+            return self._means[nearest] * self.shape[length] / self.shape[nearest]
         if len(known) == 1:
             growth = 1.0 + _GUESSED_GROWTH * (length - known[0])
             return self._means[known[0]] * max(growth, _GUESSED_GROWTH)
@@ -152,8 +170,8 @@ class _Load:
 
     __slots__ = ("budget_s", "current", "dwell", "last_seen", "num_steps", "times")
 
-    def __init__(self, max_length: int) -> None:
-        self.times = _StepTimes()
+    def __init__(self, max_length: int, shape: tuple[float, ...]) -> None:
+        self.times = _StepTimes(shape)
         self.current = max_length
         self.dwell = 0
         self.budget_s = 0.0
@@ -172,8 +190,8 @@ class AdaptiveDraftLength:
     def choose(self, num_rows: int) -> int:
         load = self._loads.get(num_rows)
         if load is None:
-            nearest = min(self._loads, key=lambda n: abs(n - num_rows), default=None)
-            return self._max_length if nearest is None else self._loads[nearest].current
+            nearest = self._nearest(num_rows)
+            return self._max_length if nearest is None else nearest.current
         look = self._look(load)
         return load.current if look is None else look
 
@@ -182,16 +200,24 @@ class AdaptiveDraftLength:
             self._acceptance.observe(drafted, accepted)
         load = self._loads.get(observation.num_rows)
         if load is None:
-            load = self._loads[observation.num_rows] = _Load(self._max_length)
+            nearest = self._nearest(observation.num_rows)
+            shape: tuple[float, ...] = ()
+            if nearest is not None and nearest.times.is_founded:
+                shape = tuple([nearest.times.seconds(k) for k in range(self._max_length + 1)])
+            load = self._loads[observation.num_rows] = _Load(self._max_length, shape)
             load.current = observation.num_speculative_tokens
         length = observation.num_speculative_tokens
         load.budget_s += LOOK_SHARE * observation.step_s
         if length != load.current:
-            load.budget_s -= self._loss_s(load, length)
+            load.budget_s = max(0.0, load.budget_s - self._loss_s(load, length))
         load.num_steps += 1
         load.times.observe(length, observation.step_s, load.num_steps - load.last_seen[length])
         load.last_seen[length] = load.num_steps
         self._settle(load)
+
+    def _nearest(self, num_rows: int) -> _Load | None:
+        nearest = min(self._loads, key=lambda n: abs(n - num_rows), default=None)
+        return None if nearest is None else self._loads[nearest]
 
     def _rate(self, load: _Load, length: int) -> float:
         return self._acceptance.tokens(length) / load.times.seconds(length)
@@ -209,7 +235,14 @@ class AdaptiveDraftLength:
         needed = self._acceptance.tokens(length) / self._rate(load, load.current)
         return max(0.0, load.times.seconds(length) - needed)
 
+    def _survey(self, load: _Load) -> int | None:
+        """Half of the longest, then the shortest that drafts: the others lie between them or near."""
+        lengths = ((self._max_length + 1) // 2, min(1, self._max_length - 1))
+        return next((k for k in lengths if k >= 0 and not load.times.is_measured(k)), None)
+
     def _look(self, load: _Load) -> int | None:
+        if load.num_steps in SURVEY_STEPS and not load.times.shape:
+            return self._survey(load)
         if load.num_steps % LOOK_EVERY_STEPS:
             return None
         others = [k for k in range(self._max_length + 1) if k != load.current]
