@@ -8,19 +8,31 @@ from edgellm_worker.engine.checkpoint.weights import Array
 
 
 class RecordedKernel:
-    def __init__(self, signature: str) -> None:
+    def __init__(self, signature: str, macros: dict[str, int], shared_bytes: int) -> None:
         self.signature = signature
+        self.macros = macros
+        self.shared_bytes = shared_bytes
 
 
 class RecordedModule:
-    def kernel(self, _name: str, signature: str, _shared_bytes: int = 0) -> RecordedKernel:
-        return RecordedKernel(signature)
+    def __init__(self, device: RecordingDevice, macros: dict[str, int]) -> None:
+        self._device = device
+        self._macros = macros
+
+    def kernel(self, name: str, signature: str, shared_bytes: int = 0) -> RecordedKernel:
+        kernel = RecordedKernel(signature, self._macros, shared_bytes)
+        self._device.kernels[name] = kernel
+        return kernel
 
 
 class RecordingDevice:
-    """Addresses are distinct and mean nothing. `launched`: (signature, arguments) of each launch."""
+    """Addresses are distinct and mean nothing. `launched`: (signature, arguments) of each launch; `kernels`: the last that
+    was made of each name.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, block_shared_bytes: int = 99 << 10) -> None:
+        self.block_shared_bytes = block_shared_bytes
+        self.kernels: dict[str, RecordedKernel] = {}
         self.launched: list[tuple[str, tuple[float, ...]]] = []
         self._next = 1 << 20
 
@@ -32,8 +44,8 @@ class RecordingDevice:
     def upload(self, array: Array) -> int:
         return self.allocate(array.nbytes)
 
-    def compile(self, _name: str, _macros: dict[str, int]) -> RecordedModule:
-        return RecordedModule()
+    def compile(self, _name: str, macros: dict[str, int]) -> RecordedModule:
+        return RecordedModule(self, macros)
 
     def resident_blocks(self, _kernel: RecordedKernel, _threads: int) -> int:
         return 1

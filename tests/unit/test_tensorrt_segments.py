@@ -12,9 +12,9 @@ from edgellm_worker.engine.build.profiles import row_ranges
 from edgellm_worker.engine.build.segments import KernelCall, Segment, cut
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.build.weight_policy import WeightPolicy
-from edgellm_worker.engine.checkpoint.weights import DenseWeight, Fp8Weight, Nvfp4Weight
+from edgellm_worker.engine.checkpoint.weights import DenseWeight, Fp8Weight, KvScales, Nvfp4Weight
 from edgellm_worker.engine.errors import BuildError
-from edgellm_worker.engine.ops.api import KvDtype, Ops
+from edgellm_worker.engine.ops.api import KvCache, KvDtype, Ops
 from edgellm_worker.engine.ops.graph import KERNEL_OPS, Dtype, Graph, Lowering, Op, Value
 from edgellm_worker.engine.ops.tensorrt import TensorRtOps
 from edgellm_worker.engine.ops.tensorrt_rows import ROW_LOWERINGS
@@ -149,6 +149,27 @@ def test_every_pass_can_be_prepared(family: str, lowering: Lowering) -> None:
             assert all(
                 isinstance(given, float) == (kind == "f") for kind, given in zip(signature, arguments, strict=True)
             )
+
+
+@pytest.mark.parametrize(("block_kib", "warps"), [(99, 4), (227, 8)], ids=["SM120", "SM90"])
+def test_a_block_of_a_steps_attention_fits_the_gpu(block_kib: int, warps: int) -> None:
+    """Heads of 256, as the 27B has them: eight warps leave more to be merged than most GPUs give a block."""
+    ops = TensorRtOps()
+    q, k, v = (ops.input(name, (1, 4, heads, 256), Dtype.FLOAT16) for name, heads in (("q", 24), ("k", 4), ("v", 4)))
+    caches = [ops.input(name, (1, 4, 4096, 256), Dtype.FLOAT16) for name in ("ck", "cv")]
+    one = KvScales(np.float32(1), np.float32(1))
+    start = ops.input("start", (1,), Dtype.INT32)
+    out, _ = ops.attend((q, k, v), KvCache(*caches, KvDtype.FLOAT16, one), start, 0.0625)
+    graph = ops.graph({"out": out})
+    device = RecordingDevice(block_kib << 10)
+    weights = WeightStore(device)
+    bound = {name: Binding(1 << 40) for name in (*graph.inputs, *graph.outputs)}
+    layout = lay_out(graph, frozenset(bound), Lowering.ROWS)
+    parts = Parts(device, weights, Kernels(device, weights), NoNetworks())
+    Program(graph, layout, parts, Bindings(bound, 0, Control(0, 0, 1), Mode.STEP))
+    kernel = device.kernels["attend_step"]
+    assert kernel.macros["WARPS"] == warps
+    assert kernel.shared_bytes <= block_kib << 10
 
 
 @pytest.mark.parametrize(

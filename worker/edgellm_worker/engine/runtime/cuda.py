@@ -91,6 +91,12 @@ class Cuda:
         return f"sm{major}{minor}"
 
     @property
+    def block_shared_bytes(self) -> int:
+        """The most shared memory that a block can ask for."""
+        kind = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        return int(self._call("cuDeviceGetAttribute", kind, self._device))
+
+    @property
     def name(self) -> str:
         return str(self._call("cuDeviceGetName", 128, self._device).split(b"\0")[0].decode())
 

@@ -30,7 +30,7 @@ Launch = Callable[[], None]
 SPAN = 128  # cache positions per attention block where the context is split
 _TILE = 64
 _ENOUGH_BLOCKS = 96  # query blocks that fill a GPU without splitting the context
-_STEP_ROWS, _STEP_WARPS = 16, 8  # a block of attend_step: query rows, warps
+_STEP_ROWS = 16  # of queries, a block of attend_step
 _STEP_SPLIT_AT, _STEP_SPLITS = 512, 16  # positions that one block takes, and the most blocks that share a context
 _PIECES = (16, 32, 64)  # scores a thread of the candidates' kernel holds
 _CANDIDATES_PER_BLOCK = 4096
@@ -162,7 +162,11 @@ class Kernels:
         macros = {"HQ": num_heads, "HKV": num_kv_heads, "D": dim, "L": capacity, "SPLITS": splits}
         macros |= {"KV_FP8": int(cache_k.dtype is Dtype.FP8), "NORM": int(query.norm is not None)}
         macros["ROT"] = query.rotary.inputs[1].shape[-1] if query.rotary is not None else 0
-        shared = 2 * 3 * _STEP_ROWS * (dim + 8) + 4 * _STEP_WARPS * _STEP_ROWS * (dim + 4 + 2) + 16
+        warps = next(
+            count for count in (8, 4) if _step_bytes(dim, count) <= self._cuda.block_shared_bytes or count == 4
+        )
+        macros["WARPS"] = warps
+        shared = _step_bytes(dim, warps)
         kernel = self.kernel("attend_step", "attend_step", "p" * 14 + "i" * 7 + "fffff", macros, shared)
         cells = batch * num_kv_heads * q_blocks
         partial, arrived = self._split_scratch(cells, 4 * splits * _STEP_ROWS * (dim + 4))
@@ -177,7 +181,7 @@ class Kernels:
         eps, is_zero_centred = query.norm.attrs[:2] if query.norm is not None else (0.0, False)
         grid = (q_blocks * splits, num_kv_heads, batch)
         scales = (scale, k_scale, v_scale, float(str(eps)), float(bool(is_zero_centred)))
-        return self.call(kernel, grid, 32 * _STEP_WARPS, *pointers, tokens, *strides, *scales)
+        return self.call(kernel, grid, 32 * warps, *pointers, tokens, *strides, *scales)
 
     def _norm_weight(self, chain: HeadChain) -> int:
         if chain.norm is None:
@@ -296,6 +300,11 @@ class _Pieces:
     vocab: int
     found: int
     sums: int
+
+
+def _step_bytes(head_dim: int, warps: int) -> int:
+    """Shared memory of a block of attend_step: queries, new keys and values, and what each warp leaves to be merged."""
+    return 2 * 3 * _STEP_ROWS * (head_dim + 8) + 4 * warps * _STEP_ROWS * (head_dim + 4 + 2) + 16
 
 
 def _rows(x: Value) -> int:

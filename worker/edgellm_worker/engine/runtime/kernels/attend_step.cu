@@ -16,10 +16,10 @@
 // Contexts over SPLIT_AT are shared by several blocks, and the last one to arrive merges. How many is read on the device,
 // so one captured graph serves every context length up to L.
 //
-// Compile-time: HQ, HKV, D (a multiple of 64), L, KV_FP8, NORM (0 or 1), ROT (half of the rotated dims, 0: none), SPLITS.
+// Compile-time: HQ, HKV, D (a multiple of 64), L, KV_FP8, NORM (0 or 1), ROT (half of the rotated dims, 0: none), SPLITS,
+// WARPS (8, or 4 where what 8 leave to be merged exceeds a block's shared memory).
 #define G (HQ / HKV)
 #define ROWS 16
-#define WARPS 8
 #define SPLIT_AT 512
 #define PAD 8
 #define WIDE (D + 4)
@@ -192,20 +192,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   if (tile < end_tile) load_keys(kf, keys, tile * 16, start);
   if (tile < end_tile && EARLY) early.load(sh, values, false, tile * 16, start);
 
-  Head heads[3];  // query rows warp and warp + 8, the new key of token warp; tokens from 8 on come after
+  Head heads[3];  // two query rows at a time, and the new key of token warp; tokens from WARPS on come after
   const half_t* const new_k = k + token * k_pitch + head * k_step;
   const half_t* const new_v = v + token * v_pitch + head * v_step;
   const bool has_key = split == 0 && warp < num_tokens;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = first_row + min(warp + i * WARPS, num_rows - 1), n = row / G, h = head * G + row % G;
-    heads[i].load(q + (token + n) * q_pitch + h * q_step, q_weight, cosines + (token + n) * ROT,
-                  sines + (token + n) * ROT);
-  }
-  if (has_key)
-    heads[2].load(new_k + (size_t)warp * k_pitch, k_weight, cosines + (token + warp) * ROT, sines + (token + warp) * ROT);
+  for (int first = 0; first < ROWS; first += 2 * WARPS) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) heads[i].finish(sh.q[warp + i * WARPS], norm);
+    for (int i = 0; i < 2; ++i) {
+      const int row = first_row + min(first + warp + i * WARPS, num_rows - 1), n = row / G, h = head * G + row % G;
+      heads[i].load(q + (token + n) * q_pitch + h * q_step, q_weight, cosines + (token + n) * ROT,
+                    sines + (token + n) * ROT);
+    }
+    if (first == 0 && has_key)
+      heads[2].load(new_k + (size_t)warp * k_pitch, k_weight, cosines + (token + warp) * ROT,
+                    sines + (token + warp) * ROT);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) heads[i].finish(sh.q[first + warp + i * WARPS], norm);
+  }
   if (split == 0) {
     const bool writes = q_block == 0;
     for (int n = warp; n < ROWS; n += WARPS) {
