@@ -106,6 +106,18 @@ def test_without_a_tokenizer_it_cannot_run(capsys, tmp_path):
     assert "can run: no: tokenizer.json is missing" in out
 
 
+def test_with_a_tokenizer_that_cannot_be_used_it_cannot_run(capsys, tmp_path):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(QUANTIZED / "nvfp4", folder)
+    (folder / "tokenizer.json").write_text("{")
+    code, out = inspect(capsys, str(folder))
+    assert code is ExitCode.OPERATOR
+    assert "problem: tokenizer.json: EOF while parsing" in out
+    assert "can run: no: its tokenizer cannot be used" in out
+    (folder / "config.json").write_text("{")
+    assert inspect(capsys, str(folder))[1].count("problem: config.json") == 1, "what is said already is not said again"
+
+
 def test_headers_only_leaves_the_weights_unread(capsys, tmp_path):
     maker = FolderMaker(tmp_path / "checkpoint")
     maker.tensors["model.norm.weight"][:] = float("nan")

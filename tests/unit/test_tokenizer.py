@@ -154,6 +154,37 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
         Tokenizer(folder)
 
 
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"chat_template.jinja": b"\xff"}, r"chat_template\.jinja: chat template: UnicodeDecodeError"),
+        ({"chat_template.jinja": None}, r"chat_template\.jinja: chat template: IsADirectoryError"),
+        ({"tokenizer_config.json": b'{"chat_template": 5}'}, r"tokenizer_config\.json: chat template"),
+        (
+            {"tokenizer_config.json": b'{"chat_template": [{"name": "default"}]}'},
+            r"tokenizer_config\.json: .*'template'",
+        ),
+        (
+            {"tokenizer_config.json": b'{"chat_template": {"default": 5}}'},
+            r"tokenizer_config\.json: chat template default",
+        ),
+        ({"config.json": b'{"eos_token_id": "</s>"}'}, r"config\.json: eos_token_id is '</s>', not an id"),
+        ({"config.json": b'{"eos_token_id": [1, null]}'}, r"config\.json: eos_token_id is \[1, None\], not an id"),
+    ],
+    ids=["no text", "a folder", "a number", "a nameless entry", "a nested number", "a name as eos", "null as eos"],
+)
+def test_files_of_another_shape_are_named(tmp_path: Path, files: dict[str, bytes | None], said: str) -> None:
+    folder = checkpoint_folder(tmp_path, sentencepiece_like())
+    for name, content in files.items():
+        (folder / name).unlink(missing_ok=True)
+        if content is None:
+            (folder / name).mkdir()
+        else:
+            (folder / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=said):
+        Tokenizer(folder)
+
+
 # Jobs
 
 

@@ -20,8 +20,11 @@ from rich.text import Text
 
 from edgellm_producer.shell import expanded, explained
 from edgellm_worker.cli.console import PipeConsole
+from edgellm_worker.engine.checkpoint.folder import TOKENIZER_FILES
 from edgellm_worker.engine.checkpoint.report import CheckpointReport, ModuleReport, report_checkpoint
+from edgellm_worker.engine.errors import CheckpointError
 from edgellm_worker.errors import ConfigError, ExitCode
+from edgellm_worker.tokenizer import Tokenizer
 
 PIPE_WIDTH: Final = 120
 MAX_LISTED: Final = 12
@@ -33,7 +36,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", type=Path, help="checkpoint folder (Hugging Face layout)")
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     parser.add_argument(
-        "--headers-only", action="store_true", help="do not read the weights for NaN and infinity: quick on huge files"
+        "--headers-only",
+        action="store_true",
+        help="read neither the weights (for NaN and infinity) nor the tokenizer: quick on huge files",
     )
 
 
@@ -43,6 +48,8 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:  
     except OSError as error:
         raise ConfigError([explained(error)]) from error
     report = report_checkpoint(path, read_values=not arguments.headers_only)
+    if not arguments.headers_only:
+        report = _with_tokenizer(report, path)
     if arguments.json:
         document = {**dataclasses.asdict(report), "can_run": report.can_run}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
@@ -54,6 +61,22 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:  
             if part is not None:
                 console.print(part)
     return ExitCode.DONE if report.can_run else ExitCode.OPERATOR
+
+
+def _with_tokenizer(report: CheckpointReport, path: Path) -> CheckpointReport:
+    """The report, and what of the tokenizer's files cannot be used, where nothing is said of those files yet."""
+    if TOKENIZER_FILES[0] not in report.tokenizer_files:
+        return report
+    try:
+        Tokenizer(path)
+    except CheckpointError as error:
+        found = [problem.removeprefix(f"{path}/") for problem in error.problems]
+        named = {problem.partition(":")[0] for problem in report.problems}
+        new = [problem for problem in found if problem.partition(":")[0] not in named]
+        if new:
+            obstacles = (*report.obstacles, "its tokenizer cannot be used")
+            return dataclasses.replace(report, problems=(*report.problems, *new), obstacles=obstacles)
+    return report
 
 
 def _summary(report: CheckpointReport) -> Table:

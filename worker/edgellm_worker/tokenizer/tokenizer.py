@@ -89,14 +89,18 @@ class Tokenizer:
         return token_ids
 
     def _eos_ids(self, config: Mapping[str, Any], eos_token: str | None) -> frozenset[int]:
-        text_config = config.get("text_config") or {}
+        text_config = config.get("text_config")
         found: set[int] = set()
-        for given in (
-            self.generation_config.get("eos_token_id"),
-            config.get("eos_token_id"),
-            text_config.get("eos_token_id"),
+        for file, fields in (
+            ("generation_config.json", self.generation_config),
+            ("config.json", config),
+            ("config.json", text_config if isinstance(text_config, dict) else {}),
         ):
-            found.update([given] if isinstance(given, int) else given or [])
+            given = fields.get("eos_token_id")
+            ids = [given] if isinstance(given, int) else given or []
+            if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
+                raise CheckpointError([f"{file}: eos_token_id is {given!r}, not an id or a list of ids"])
+            found.update(ids)
         own = self._backend.token_to_id(eos_token) if eos_token else None
         return frozenset(found if own is None else found | {own})
 
@@ -127,17 +131,20 @@ def _templates(model_dir: Path, names: Mapping[str, Any], special: Mapping[str, 
     """By name. chat_template.jinja wins over tokenizer_config.json, which holds one or a list of named ones."""
     path = model_dir / "chat_template.jinja"
     given: Any = names.get("chat_template") or {}
-    if path.exists():
-        given = path.read_text(encoding="utf-8")
-    else:
-        path = model_dir / "tokenizer_config.json"
-    if isinstance(given, list):
-        given = {entry["name"]: entry["template"] for entry in given}
-    sources = {"default": given} if isinstance(given, str) else dict(given)
+    try:
+        if path.exists():
+            given = path.read_text(encoding="utf-8")
+        else:
+            path = model_dir / "tokenizer_config.json"
+        if isinstance(given, list):
+            given = {str(entry["name"]): entry["template"] for entry in given}
+        sources: dict[str, str] = {"default": given} if isinstance(given, str) else dict(given)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError([f"{path}: chat template: {type(error).__name__}: {error}"]) from error
     templates: dict[str, ChatTemplate] = {}
     for name, source in sources.items():
         try:
             templates[name] = ChatTemplate(source, special)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise CheckpointError([f"{path}: chat template {name}: {error}"]) from error
     return templates
