@@ -31,7 +31,7 @@ CASES = {
     "rows": ("rows", {"SHARED": 0}),
     "tokens": ("tokens", {}),
 }
-_MOST_SPILLED = 128  # bytes: heads of 256 fill the registers, newer targets spill a little
+_MOST_SPILLED = 160  # bytes: heads of 256 fill the registers, newer targets spill a little
 
 
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc")

@@ -162,9 +162,7 @@ class Kernels:
         macros = {"HQ": num_heads, "HKV": num_kv_heads, "D": dim, "L": capacity, "SPLITS": splits}
         macros |= {"KV_FP8": int(cache_k.dtype is Dtype.FP8), "NORM": int(query.norm is not None)}
         macros["ROT"] = query.rotary.inputs[1].shape[-1] if query.rotary is not None else 0
-        warps = next(
-            count for count in (8, 4) if _step_bytes(dim, count) <= self._cuda.block_shared_bytes or count == 4
-        )
+        warps = 8 if _step_bytes(dim, 8) <= self._cuda.block_shared_bytes else 4
         macros["WARPS"] = warps
         shared = _step_bytes(dim, warps)
         kernel = self.kernel("attend_step", "attend_step", "p" * 14 + "i" * 7 + "fffff", macros, shared)
