@@ -120,8 +120,12 @@ async def test_a_planned_failover_stops_nobody(start_server: StartServer, queue_
                     waits.append(asyncio.create_task(submit_persistently(rig.producer, f"p{number}")))
                     await asyncio.sleep(0.05)
                 await asyncio.to_thread(wait_until, lambda: sentinel.master_port() == replica.port, "a new master")
+                await asyncio.to_thread(wait_until, lambda: rig.admin.role()[0] == "slave", "the old one told so", 60.0)
+                waits += [
+                    asyncio.create_task(submit_persistently(rig.producer, f"p{number}")) for number in range(40, 50)
+                ]
                 texts = await asyncio.gather(*waits)
-            assert texts == [f"p{number}" for number in range(40)]
+            assert texts == [f"p{number}" for number in range(50)]
 
 
 async def submit_persistently(producer: Producer, prompt: str) -> str:
