@@ -185,6 +185,11 @@ def test_files_of_another_shape_are_named(tmp_path: Path, files: dict[str, bytes
         Tokenizer(folder)
 
 
+def test_a_special_token_without_content_is_none(tmp_path: Path) -> None:
+    folder = checkpoint_folder(tmp_path, sentencepiece_like(), tokenizer_config={"bos_token": {"lstrip": True}})
+    assert not Tokenizer(folder).has_chat_template
+
+
 # Jobs
 
 

@@ -120,7 +120,7 @@ def _read(path: Path, *, required: bool = False) -> dict[str, Any]:
 def _special_tokens(names: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token`, `eos_token`, ... by name; each is given as a string or as an object with `content`."""
     spelled = {
-        name: token["content"] if isinstance(token, dict) else token
+        name: token.get("content") if isinstance(token, dict) else token
         for name, token in names.items()
         if name.endswith("_token") and isinstance(token, str | dict)
     }
