@@ -63,7 +63,7 @@ KEEPS_THE_ENTRY = (acknowledge, remove_consumer, group_at_the_end)
 
 
 async def running(rig: Rig, **settings: object) -> tuple[RedisQueue, SubmittedJob, Delivery]:
-    worker = await rig.worker(lease_s=0.3, **settings)
+    worker = await rig.worker(lease_s=0.3, block_ms=20, **settings)
     job = await rig.submit("hello", stream=True, tenant="t")
     (delivery,) = await worker.take(1)
     assert await worker.begin([delivery]) == [BeginOutcome.STARTED]
@@ -94,7 +94,7 @@ async def test_a_job_in_hand_whose_entry_is_deleted_is_answered_once(rig: Rig, h
 @pytest.mark.parametrize("hand", HANDS)
 async def test_a_job_in_hand_that_had_not_begun_can_begin(one_rig: Rig, hand: Hand) -> None:
     rig = one_rig
-    worker = await rig.worker(lease_s=0.3)
+    worker = await rig.worker(lease_s=0.3, block_ms=20)
     await rig.submit()
     (delivery,) = await worker.take(1)
     hand(rig, delivery)
@@ -109,7 +109,7 @@ async def test_a_job_in_hand_that_had_not_begun_can_begin(one_rig: Rig, hand: Ha
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_job_whose_entry_is_deleted_is_handed_back_whole(rig: Rig, hand: Hand, begun: bool) -> None:
     worker, job, delivery = await running(rig)
-    second = await rig.worker("w2")
+    second = await rig.worker("w2", block_ms=20)
     hand(rig, delivery)
     await renewed(worker)
     await worker.release([delivery], begun=begun)
@@ -137,7 +137,7 @@ async def test_a_job_whose_entry_is_deleted_is_tried_again_once(rig: Rig, hand: 
 
 
 async def test_what_two_workers_have_in_hand_goes_to_the_first_that_begins(rig: Rig) -> None:
-    first, second = await rig.worker("w1"), await rig.worker("w2")
+    first, second = await rig.worker("w1"), await rig.worker("w2", block_ms=20)
     await rig.submit()
     (delivery,) = await first.take(1)
     rig.end_lease(delivery, "w1")
@@ -149,7 +149,7 @@ async def test_what_two_workers_have_in_hand_goes_to_the_first_that_begins(rig: 
 
 
 async def test_a_job_deleted_before_any_worker_had_it_is_answered_by_the_sweep(rig: Rig) -> None:
-    worker = await rig.worker()
+    worker = await rig.worker(block_ms=20)
     jobs = [await rig.submit(tenant="t", idempotency_key=str(n)) for n in range(3)]
     rig.admin.xtrim(rig.keys.lane(NORMAL), maxlen=0, approximate=False)
     await worker.sweep()
@@ -174,7 +174,7 @@ async def test_a_job_deleted_before_any_worker_had_it_is_answered_by_the_sweep(r
 
 async def test_a_job_whose_worker_died_after_its_entry_was_deleted_is_answered_by_the_sweep(rig: Rig) -> None:
     worker, job, delivery = await running(rig)
-    second = await rig.worker("w2")
+    second = await rig.worker("w2", block_ms=20)
     delete_entry(rig, delivery)
     await renewed(worker)
     make_check_due(rig, job.id)
@@ -193,7 +193,7 @@ async def test_a_job_whose_worker_died_after_its_entry_was_deleted_is_answered_b
 @pytest.mark.parametrize("hand", KEEPS_THE_ENTRY)
 async def test_what_was_taken_from_its_dead_worker_by_hand_is_delivered_again(rig: Rig, hand: Hand) -> None:
     worker, job, delivery = await running(rig)
-    second = await rig.worker("w2")
+    second = await rig.worker("w2", block_ms=20)
     worker.forget([delivery])
     hand(rig, delivery)
     assert await second.take(9) == [], "no list and no read leads to it"
@@ -203,7 +203,7 @@ async def test_what_was_taken_from_its_dead_worker_by_hand_is_delivered_again(ri
 
 
 async def test_waiting_and_delayed_jobs_that_are_in_their_place_are_left_alone(rig: Rig) -> None:
-    worker = await rig.worker()
+    worker = await rig.worker(block_ms=20)
     jobs = [await rig.submit(tenant="t") for _ in range(67)]
     (delivery,) = await worker.take(1)
     await worker.retry(delivery, delay_s=60, reason="engine died")
@@ -219,7 +219,7 @@ async def test_waiting_and_delayed_jobs_that_are_in_their_place_are_left_alone(r
 
 
 async def test_held_jobs_whose_list_or_counts_are_deleted_enter_the_lane(rig: Rig) -> None:
-    worker = await rig.worker()
+    worker = await rig.worker(block_ms=20)
     jobs = [await rig.submit(tenant="t") for _ in range(66)]
     assert (await worker.stats()).held == 2
     rig.admin.delete(rig.keys.held(NORMAL, "t"))
