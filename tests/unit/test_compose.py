@@ -14,6 +14,7 @@ import yaml
 
 from edgellm_producer.keys import Keys
 from edgellm_worker.config import Settings, variable_name
+from edgellm_worker.errors import ExitCode
 from grafana.panel import DATASOURCE
 
 ROOT = Path(__file__).parents[2]
@@ -167,6 +168,8 @@ def test_unit_drains_before_systemd_kills():
     assert int(settings["TimeoutStopSec"]) > GRACE_S
     assert int(settings["WatchdogSec"]) > 0
     assert settings["RestartPreventExitStatus"] == "2"
+    drained = {ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.TERMINATED}
+    assert set(map(int, settings["SuccessExitStatus"].split())) == drained, "a stopped service has not failed"
 
 
 def test_every_variable_that_is_set_is_a_setting():
