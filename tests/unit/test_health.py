@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import urllib.error
 import urllib.request
 from dataclasses import replace
@@ -67,3 +69,19 @@ def test_over_http():
         assert get(f"{base}/health/ready")[::2] == (503, "draining\n")
         assert get(f"{base}/health/live")[::2] == (200, "ok\n")
         assert get(f"{base}/other")[0] == 404
+
+
+@pytest.mark.parametrize(("host", "shown"), [("::1", "http://[::1]:"), ("::", "http://127.0.0.1:")])
+def test_over_ipv6(host, shown):
+    """`::` listens for IPv4 too."""
+    if not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with MetricsServer(lambda: b"a_metric 1\n", lambda: READY, host=host, port=0) as server:
+        assert server.url.startswith(shown)
+        assert get(server.url)[0] == 200
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False

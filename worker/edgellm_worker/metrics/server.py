@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import AF_INET6
 from threading import Thread
 from types import TracebackType
 from typing import ClassVar, Final, Self
@@ -61,12 +62,17 @@ class MetricsServer:
         daemon_threads = True
         owner: MetricsServer
 
+    class _HttpOverIPv6(_Http):
+        """On Linux `::` takes IPv4 as well."""
+
+        address_family = AF_INET6
+
     def __init__(
         self, render: Callable[[], bytes], snapshot: Callable[[], HealthSnapshot], *, host: str, port: int
     ) -> None:
         self.render = render
         self.snapshot = snapshot
-        self._http = self._Http((host, port), _Handler)
+        self._http = (self._HttpOverIPv6 if ":" in host else self._Http)((host, port), _Handler)
         self._http.owner = self
         self._host = host
         self._thread = Thread(target=self._http.serve_forever, name="metrics", daemon=True)
@@ -75,7 +81,7 @@ class MetricsServer:
     def url(self) -> str:
         host, port = self._host, self._http.server_port
         shown = "127.0.0.1" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - only compared
-        return f"http://{shown}:{port}/metrics"
+        return f"http://[{shown}]:{port}/metrics" if ":" in shown else f"http://{shown}:{port}/metrics"
 
     def __enter__(self) -> Self:
         self._thread.start()
