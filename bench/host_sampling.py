@@ -7,8 +7,8 @@ rounds: 64 candidates per position, and all logits for rows that ask for them. E
 "engine" is one `step()`, from the round's arrays to its report; "text" is the detokenisation of its tokens. The floor
 is measured in the same run: one bare numpy race over 48 x 20 candidates (hash, noise, argmax).
 
-Times are the thread's CPU time, so that a busy machine does not count; run with OMP_NUM_THREADS=1. `--profile` prints
-where one kind's time goes instead.
+Times are the thread's CPU time; a busy neighbour still takes caches and clock, which the floor shows too. Run with
+OMP_NUM_THREADS=1. `--profile` prints where one kind's time goes instead.
 """
 
 import argparse
@@ -187,14 +187,21 @@ def main() -> None:
     if arguments.profile:
         profile(rehearsed(KINDS[arguments.profile], tokenizer, arguments.steps), arguments.steps)
         return
-    print(f"{ROWS} rows x {POSITIONS} positions, vocabulary {VOCABULARY}; medians, ms per step")
+    print(
+        f"{ROWS} rows x {POSITIONS} positions, vocabulary {VOCABULARY}; ms per step: median (least) of engine and text"
+    )
     print(f"{'floor':26} {floor_ms(arguments.steps):8.3f}")
     for name, params in KINDS.items():
         num_steps = max(5, arguments.steps // 30) if name.startswith("dense") else arguments.steps
         host = rehearsed(params, tokenizer, num_steps)
         found = [host.step() for _ in range(num_steps)]
-        engine, text = (statistics.median(times) * 1e3 for times in zip(*found, strict=True))
-        print(f"{name:26} {engine + text:8.3f}   engine {engine:8.3f}   text {text:6.3f}")
+        engine, text = ([1e3 * seconds for seconds in times] for times in zip(*found, strict=True))
+        whole = [sum(both) for both in zip(engine, text, strict=True)]
+        shown = "   ".join(
+            f"{name} {statistics.median(times):8.3f} ({min(times):.3f})"
+            for name, times in (("whole", whole), ("engine", engine), ("text", text))
+        )
+        print(f"{name:26} {shown}")
 
 
 if __name__ == "__main__":
