@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from edgellm_producer import Producer
+import pytest
+
+from edgellm_producer import JobRejected, Producer
 from edgellm_producer.wire import Status
 from tests.support.daemons import config, running
 from tests.support.fake_engine import FakeEngine
 from tests.support.instant_worker import instant_worker
 from tests.support.memory_queue import MemoryQueue
 from tests.support.proxy import proxy_to
-from tests.support.queue_rig import Rig, until
+from tests.support.queue_rig import NORMAL, Rig, until
 
 
 async def test_150_jobs_at_once_on_a_small_worker_are_all_answered(one_rig: Rig):
@@ -79,3 +81,11 @@ async def test_the_protocol_is_ours_whatever_the_url_says(default_server, queue_
             replies = await asyncio.gather(*(job.result(timeout=30) for job in jobs))
         assert {reply.status for reply in replies} == {Status.OK}
         assert [reply.text for reply in replies] == [f"{protocol} {n}" for n in range(5)]
+
+
+async def test_a_prompt_of_five_megabytes_is_refused_at_once_and_by_name(one_rig: Rig):
+    """At submit, before a byte is sent. One that was written past the client: tests/contract/test_hostile_input.py."""
+    with pytest.raises(JobRejected) as caught:
+        await one_rig.submit("x" * 5_000_000)
+    assert (caught.value.code, caught.value.field) == ("too_large", "job")
+    assert not one_rig.admin.exists(one_rig.keys.lane(NORMAL))
