@@ -96,7 +96,9 @@ def penalised_ahead(
     for index, row in enumerate(rows):
         row.look_up(ids[index], marks[index])
     for i, draft in enumerate(np.array(drafts, ids.dtype).T, 1):
-        marks[:, i:] += np.int32(2) * (ids[:, i:] == draft[:, None, None])
+        is_drafted = ids[:, i:] == draft[:, None, None]
+        if is_drafted.any():
+            marks[:, i:][is_drafted] += 2
     out = values.copy()
     marked = np.nonzero(marks)  # few: most candidates are new to the text
     weights = np.array([row.weights for row in rows])[marked[0]]
