@@ -101,7 +101,11 @@ async def test_a_worker_that_cannot_start_leaves_the_queue_as_it_was(default_ser
     [
         (("--engine", "tensorrt"), ExitCode.ENGINE, "no NVIDIA driver|cuda-python|TensorRT library"),
         (("--max-verify-tree-size", "3"), ExitCode.OPERATOR, "max-verify-tree-size 3 is below num_speculative_tokens"),
-        (("--quantization", "nvfp4"), ExitCode.OPERATOR, "quantization nvfp4: the reference engine decodes all weights"),
+        (
+            ("--quantization", "nvfp4"),
+            ExitCode.OPERATOR,
+            "quantization nvfp4: the reference engine decodes all weights",
+        ),
     ],
 )
 async def test_an_engine_that_cannot_start_leaves_the_queue_as_it_was(
