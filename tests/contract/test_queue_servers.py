@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ from edgellm_producer import QueueUnreachable, ResultTimeout, UnknownJob
 from edgellm_producer.keys import GROUP
 from edgellm_worker.queue.errors import QueueUnavailable
 from tests.support.answering import answering, eventually
-from tests.support.queue_rig import NORMAL, ids, ok, open_rig
+from tests.support.queue_rig import NORMAL, ids, ok, open_rig, until
 from tests.support.redis_server import RedisServer
 
 StartServer = Callable[..., RedisServer]
@@ -151,12 +152,14 @@ async def test_a_server_at_its_limit_of_clients_is_tried_again(start_server: Sta
     async with open_rig(server, queue_name) as rig:
         worker = await rig.worker()
         await rig.submit()
-        fillers = [socket.socket(socket.AF_UNIX) for _ in range(60)]
-        for filler in fillers:
-            filler.connect(server.socket_path)
+        num_clients = rig.admin.info("clients")["connected_clients"]
         await worker._link._commands.close()
-        with pytest.raises(QueueUnavailable):
-            await worker.take(1)
-        for filler in fillers:
-            filler.close()
+        await until(lambda: rig.admin.info("clients")["connected_clients"] < num_clients)
+        with contextlib.ExitStack() as fillers:
+            for _ in range(60):
+                filler = fillers.enter_context(socket.socket(socket.AF_UNIX))
+                filler.connect(server.socket_path)
+            await until(lambda: rig.admin.info("clients")["connected_clients"] == 40)
+            with pytest.raises(QueueUnavailable):
+                await worker.take(1)
         assert len(await eventually(lambda: worker.take(1))) == 1  # type: ignore[arg-type]
