@@ -10,6 +10,7 @@ local call = redis.call
 local bounds = redis.call('HMGET', KEYS[1], 'max_jobs', 'tenant_max_jobs')
 local limit = tonumber(bounds[1]) or 10000
 local length = queue_length()
+local checks, first_check = {}, text(now + FIRST_CHECK_MS)
 
 local function tenant_room(tenant)
   local own = tonumber(redis.call('HGET', KEYS[1], 'tenant_max_jobs:' .. tenant)) or tonumber(bounds[2])
@@ -55,7 +56,7 @@ local function submit(first)
     if tenant ~= '' then call('HINCRBY', tenants_key(lane), tenant, 1) end
   end
   call('HSET', job_key(id), 'at', place, 'lane', lane, 'entry', entry, 'time', now_text, 'ttl', ttl_ms)
-  check_later(id, now, 0)
+  checks[#checks + 1], checks[#checks + 2] = first_check, id
   if tenant ~= '' then call('HSET', job_key(id), 'tenant', tenant) end
   if timeout_ms ~= '' then
     local deadline = text(now + tonumber(timeout_ms))
@@ -72,4 +73,8 @@ end
 
 local out = {}
 for i = 0, #ARGV / FIELDS - 1 do out[i + 1] = submit(i * FIELDS + 1) end
+-- In one go, and in pieces because unpack has room for some thousands on the stack.
+for first = 1, #checks, 1000 do
+  call('ZADD', P .. 'checks', unpack(checks, first, math.min(first + 999, #checks)))
+end
 return out
