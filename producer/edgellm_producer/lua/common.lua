@@ -105,13 +105,18 @@ local function drop_entry(lane, entry)
 end
 
 -- A member of `delayed` is one header line of words, then the envelope: it outlives the loss of job:<id>.
-local function drop_delayed(id)
-  local cursor = '0'
+local function delayed_members(id)
+  local members, cursor = {}, '0'
   repeat
     local page = redis.call('ZSCAN', P .. 'delayed', cursor, 'MATCH', id .. ' *', 'COUNT', 1000)
     cursor = page[1]
-    for i = 1, #page[2], 2 do redis.call('ZREM', P .. 'delayed', page[2][i]) end
+    for i = 1, #page[2], 2 do members[#members + 1] = page[2][i] end
   until cursor == '0'
+  return members
+end
+
+local function drop_delayed(id)
+  for _, member in ipairs(delayed_members(id)) do redis.call('ZREM', P .. 'delayed', member) end
 end
 
 -- Remove every trace of a job but its answer. Returns the entry that went with it, if there was one.

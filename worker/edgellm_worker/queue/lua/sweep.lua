@@ -46,16 +46,6 @@ local function is_delivered(lane, entry)
   return tonumber(number) <= tonumber(last_number)
 end
 
-local function is_delayed(id)
-  local cursor = '0'
-  repeat
-    local page = redis.call('ZSCAN', P .. 'delayed', cursor, 'MATCH', id .. ' *', 'COUNT', 1000)
-    cursor = page[1]
-    if #page[2] > 0 then return true end
-  until cursor == '0'
-  return false
-end
-
 -- One function per place; true when the job is gone from it for good.
 local check = {}
 function check.lane(_, job)
@@ -79,7 +69,7 @@ function check.held(id, job)
   return false
 end
 
-function check.delayed(id) return not is_delayed(id) end
+function check.delayed(id) return #delayed_members(id) == 0 end
 
 local FIELDS = {'at', 'lane', 'entry', 'tenant', 'begun', 'held', 'time', 'ttl', 'attempt'}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', P .. 'checks', '-inf', text(now), 'LIMIT', 0, most)) do
