@@ -157,16 +157,6 @@ class Cuda:
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         self._call("cuMemcpyDtoDAsync", target, source, num_bytes, self.stream)
 
-    def copy_rows(self, target: tuple[int, int], source: tuple[int, int], width_bytes: int, height: int) -> None:
-        """`height` rows of `width_bytes`; target and source are (pointer, pitch in bytes)."""
-        spec = self._driver.CUDA_MEMCPY2D()
-        device = self._driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        spec.srcMemoryType = spec.dstMemoryType = device
-        spec.dstDevice, spec.dstPitch = target
-        spec.srcDevice, spec.srcPitch = source
-        spec.WidthInBytes, spec.Height = width_bytes, height
-        self._call("cuMemcpy2DAsync", spec, self.stream)
-
     def synchronize(self) -> None:
         self._call("cuStreamSynchronize", self.stream)
 

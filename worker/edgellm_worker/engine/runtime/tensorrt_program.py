@@ -62,10 +62,6 @@ class Program:
         self._launches = tuple(launch for _, launch in launches)
 
     @property
-    def num_launches(self) -> int:
-        return len(self._launches)
-
-    @property
     def launches(self) -> tuple[tuple[str, Launch], ...]:
         """In order, each with the op it runs, or with the network's key: what a profile takes apart."""
         return tuple(zip(self._labels, self._launches, strict=True))
