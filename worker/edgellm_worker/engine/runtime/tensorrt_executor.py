@@ -84,10 +84,12 @@ class TensorRtExecutor:
         self._parity = [0] * layout.num_slots
         self._state: dict[str, Binding] = {}
         self._state_bytes: dict[str, int] = {}
+        self._reserved = {"kv_cache": 0, "recurrent_state": 0, "pending": 0}
         for name, (shape, dtype) in layout.tensors(self._model).items():
             num_bytes = int(np.prod(shape)) * dtype.num_bytes
             self._state[name] = Binding(cuda.allocate(num_bytes, zero=True))
             self._state_bytes[name] = num_bytes
+            self._reserved[memory_kind(name)] += num_bytes
         self._block = Block(cuda, layout, options.prefill_chunk)
         self._outputs = _Outputs(cuda, self._model, layout, options.prefill_chunk)
         self._arena = cuda.allocate(self._arena_bytes())
@@ -109,10 +111,8 @@ class TensorRtExecutor:
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
-        sizes = {"weights": self._parts.weights.num_bytes, "kv_cache": 0, "recurrent_state": 0, "pending": 0}
-        for name, num_bytes in self._state_bytes.items():
-            sizes[memory_kind(name)] += num_bytes
-        return sizes
+        """Weights are uploaded when they are first read; the state is reserved at the start."""
+        return {"weights": self._parts.weights.num_bytes, **self._reserved}
 
     def close(self) -> None:
         """The library's contexts before the device memory they point into."""
