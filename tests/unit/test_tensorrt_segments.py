@@ -25,7 +25,8 @@ from edgellm_worker.engine.runtime.tensorrt_program import Bindings, Parts, Prog
 from edgellm_worker.engine.runtime.tensorrt_weights import WeightStore
 from edgellm_worker.engine.trt import Flavour, Library, Target, load_library, parse_version
 from tests.support.recording_device import NoNetworks, RecordingDevice
-from tests.support.tensorrt_models import tiny_shapes
+from tests.support.shape_source import everywhere
+from tests.support.tensorrt_models import shapes_model, tiny_config, tiny_shapes
 
 SPEC = EngineSpec(4, 256, 4, KvDtype.FLOAT16, prefill_chunk=16)
 
@@ -85,11 +86,14 @@ def test_values_that_live_at_once_never_overlap(graphs, lowering: Lowering) -> N
     for graph in graphs.values():
         layout = lay_out(graph, frozenset(), lowering)
         read_at: dict[Value, int] = {}
+        stored: set[Value] = set()
         for index, step in enumerate(layout.steps):
             values = list(step.inputs if isinstance(step, Segment) else step.node.inputs)
             for value in values:  # grows: what a fused node reads is read by the one that does its work
-                if value.producer in layout.fused:
+                if value.producer in layout.fused and value not in stored:
                     values += value.producer.inputs
+            if isinstance(step, KernelCall) and step.node.op is Op.RMS_NORM:
+                stored.add(step.node.inputs[0])  # a sum: later readers find it there
             read_at.update((layout.roots.get(value, value), index) for value in values)
         read_at.update((layout.roots.get(value, value), len(layout.steps)) for value in graph.outputs.values())
         alive: list[tuple[int, int, int]] = []
@@ -103,6 +107,33 @@ def test_values_that_live_at_once_never_overlap(graphs, lowering: Lowering) -> N
                 assert all(end <= other or begin >= other_end for other, other_end, _ in alive)
                 assert end <= layout.num_bytes
                 alive.append((begin, end, read_at.get(value, index)))
+
+
+@pytest.mark.parametrize("lowering", Lowering)
+def test_a_prompt_piece_needs_no_more_places_for_more_layers(lowering: Lowering) -> None:
+    """What a layer leaves to be folded lives no longer than the layer; nor do the terms of the residual stream."""
+    config = tiny_config("qwen3_5_text")
+    sizes = []
+    for repeats in (1, 4):
+        model = shapes_model(replace(config, layers=config.layers * repeats), everywhere("dense"))
+        graphs = Recorder(model, SPEC.layout, SPEC.reader()).all(16)
+        sizes.append([lay_out(graphs[name], frozenset(), lowering).num_bytes for name in ("prefill", "verify")])
+    assert sizes[0] == sizes[1]
+
+
+def test_a_layer_is_folded_behind_its_convolution_and_its_delta_rule(graphs) -> None:
+    seen: set[tuple[Op, Value]] = set()
+    folded = 0
+    for node in graphs["prefill"].nodes:
+        if node.op is Op.CONV_COMMIT and node.inputs[1].producer is not None:
+            assert (Op.CAUSAL_CONV, node.inputs[0]) in seen
+            folded += 1
+        elif node.op is Op.DELTA_FOLD:
+            assert node.inputs[0].producer.op is Op.GATED_DELTA_RULE
+            assert (Op.GATED_DELTA_RULE, node.inputs[1]) in seen
+            folded += 1
+        seen.update((node.op, value) for value in node.inputs)
+    assert folded == 2 * sum(node.op is Op.GATED_DELTA_RULE for node in graphs["prefill"].nodes) > 0
 
 
 def test_parts_of_a_joint_product_are_read_where_it_left_them(graphs) -> None:

@@ -20,7 +20,7 @@ from edgellm_worker.engine.models.layers import DeltaNetState, fold
 from edgellm_worker.engine.models.mtp import Mtp
 from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.ops.api import DeltaPending, KvCache, KvDtype
-from edgellm_worker.engine.ops.graph import Dtype, Graph, Value
+from edgellm_worker.engine.ops.graph import Dtype, Graph, Node, Op, Value
 from edgellm_worker.engine.ops.tensorrt import Reader, TensorRtOps
 from edgellm_worker.engine.runtime.scores import NUM_CANDIDATES
 
@@ -92,7 +92,7 @@ class Recorder:
             if isinstance(state, DeltaNetState):
                 fold(ops, state, last)
         row = ops.gather_rows(hidden, ops.input("last_row", (1, 1), Dtype.INT32))
-        return ops.graph({"hidden": hidden, "last_hidden": row, "logits": base.logits(ops, row)})
+        return _folds_early(ops.graph({"hidden": hidden, "last_hidden": row, "logits": base.logits(ops, row)}))
 
     def draft_fill(self, num_tokens: int) -> Graph:
         ops, mtp = TensorRtOps(self._read), self._draft_head()
@@ -167,3 +167,27 @@ class Recorder:
     def _cache(self, ops: TensorRtOps, name: str, scales: KvScales) -> KvCache[Value]:
         k, v = self._input(ops, f"{name}.k"), self._input(ops, f"{name}.v")
         return KvCache(k, v, self._layout.kv_dtype, scales)
+
+
+def _folds_early(graph: Graph) -> Graph:
+    """Each closing fold moved up to right behind the last node that touches what it reads: a layer's deltas live as
+    long as the layer, not until the end of the pass (48 layers of the 27B keep 330 MB for 128 tokens otherwise).
+    """
+    closing = {node for node in graph.nodes if _closes(node)}
+    touched: dict[Value, Node] = {}
+    for node in graph.nodes:
+        if node not in closing:
+            touched.update(dict.fromkeys((*node.inputs, *node.outputs), node))
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    behind: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        if node in closing:
+            own = (value for value in node.inputs if value.producer is not None)
+            behind.setdefault(max((touched[value] for value in own), key=order.__getitem__), []).append(node)
+    nodes = [each for node in graph.nodes if node not in closing for each in (node, *behind.get(node, ()))]
+    return Graph(tuple(nodes), graph.inputs, graph.outputs)
+
+
+def _closes(node: Node) -> bool:
+    """Whether it folds what this same pass made."""
+    return node.op is Op.DELTA_FOLD or (node.op is Op.CONV_COMMIT and node.inputs[1].producer is not None)

@@ -106,7 +106,9 @@ def _in_place_roots(graph: Graph) -> dict[Value, Value]:
 
 
 def reads(step: Step, fused: frozenset[Node]) -> Iterator[Value]:
-    """What a step reads, with what the nodes read whose work it does: fused ones, and a convolution's commit."""
+    """What a step reads, with what the nodes read whose work it does: fused ones, and a convolution's commit. A sum is
+    the work of the norm right behind it, which stores it: others read it there, and not what it was made of.
+    """
     if isinstance(step, Segment):
         yield from step.inputs
         return
@@ -115,7 +117,9 @@ def reads(step: Step, fused: frozenset[Node]) -> Iterator[Value]:
         value = waiting.pop()
         yield value
         producer = value.producer
-        if producer is not None and (producer in fused or producer.op is Op.CONV_COMMIT):
+        if producer is None or (producer.op is Op.ADD and value is not step.node.inputs[0]):
+            continue
+        if producer in fused or producer.op is Op.CONV_COMMIT:
             waiting.extend(producer.inputs)
 
 
