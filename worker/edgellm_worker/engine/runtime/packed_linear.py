@@ -77,12 +77,15 @@ class Operands:
 
 
 class PackedLinear:
-    """Scratch for partial sums is shared: calls run one at a time."""
+    """Scratch for partial sums is shared: calls run one at a time. It is as large as a variant can ever need, so that
+    one allocation serves products of every shape.
+    """
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._kernels: dict[Variant, tuple[Kernel, int]] = {}
-        self._scratch: list[tuple[int, int, int, int]] = []
+        self._partial: list[tuple[int, int]] = []
+        self._arrived: list[tuple[int, int]] = []
 
     def prepare(self, operands: Operands, *, is_fp4: bool) -> Launch:
         variant = variant_for(operands.m, is_fp4=is_fp4)
@@ -90,7 +93,8 @@ class PackedLinear:
         tiles = -(-operands.n // _ROWS_PER_BLOCK) * -(-operands.m // variant.rows)
         units = tiles * -(-operands.k // STEP)
         blocks = max(1, min(resident, units // _LEAST_UNITS))
-        partial, arrived = self._places(blocks * variant.partial_bytes, tiles)
+        partial = self._place(self._partial, resident * variant.partial_bytes)
+        arrived = self._place(self._arrived, 4 * tiles)
         pointers = (operands.x, operands.weight, operands.scales, operands.bias, operands.y, partial, arrived)
         run, longer = divmod(units, blocks)
         arguments = (*pointers, operands.m, operands.n, operands.k, run, longer, operands.factor)
@@ -104,11 +108,10 @@ class PackedLinear:
             self._kernels[variant] = (kernel, self._cuda.resident_blocks(kernel, _THREADS))
         return self._kernels[variant]
 
-    def _places(self, num_bytes: int, num_tiles: int) -> tuple[int, int]:
-        """Addresses stay: captured graphs hold them."""
-        for size, count, partial, arrived in self._scratch:
-            if size >= num_bytes and count >= num_tiles:
-                return partial, arrived
-        partial, arrived = self._cuda.allocate(num_bytes), self._cuda.allocate(4 * num_tiles, zero=True)
-        self._scratch.append((num_bytes, num_tiles, partial, arrived))
-        return partial, arrived
+    def _place(self, kept: list[tuple[int, int]], num_bytes: int) -> int:
+        """Zeros at first. Addresses stay: captured graphs hold them."""
+        for size, pointer in kept:
+            if size >= num_bytes:
+                return pointer
+        kept.append((num_bytes, self._cuda.allocate(num_bytes, zero=True)))
+        return kept[-1][1]

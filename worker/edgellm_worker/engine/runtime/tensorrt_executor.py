@@ -25,6 +25,7 @@ import numpy as np
 
 from edgellm_worker.engine.build.passes import Recorder, StateLayout
 from edgellm_worker.engine.build.plan import memory_kind
+from edgellm_worker.engine.build.profiles import prompt_sizes
 from edgellm_worker.engine.build.weight_policy import WeightReader
 from edgellm_worker.engine.checkpoint.weights import Array
 from edgellm_worker.engine.models.registry import Model
@@ -48,7 +49,6 @@ from edgellm_worker.engine.runtime.tensorrt_weights import WeightStore
 _log = logging.getLogger(__name__)
 
 _CLEARING_BLOCKS = 8  # for each tensor of a slot
-_PREFILL_SIZES = (16, 32, 48, 64, 96, 128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +124,16 @@ class TensorRtExecutor:
 
     def warm_up(self, draft_lengths: Sequence[int]) -> None:
         """Run every pass twice, so that none is captured while jobs wait. Before the first row: it writes rubbish into
-        caches, which rows overwrite before they see it.
+        caches, which rows overwrite before they see it. The largest first: kernels share scratch that stays where it is,
+        and what fits those fits the rest.
         """
-        for size in self._prefill_sizes():
+        for size in reversed(self._prefill_sizes()):
             for _ in range(2):
                 self.prefill(0, PrefillChunk(np.zeros(min(size, self._layout.capacity - 1), np.int32), 0, 0))
-        for num_rows in range(1, self.num_slots + 1):
+        for num_rows in range(self.num_slots, 0, -1):
             zeros = np.zeros(num_rows, np.int32)
             batch = RoundInput(np.zeros((num_rows, 1), np.int32), zeros + 1, zeros + 1, zeros)
-            for num_drafts in draft_lengths:
+            for num_drafts in sorted(draft_lengths, reverse=True):
                 for _ in range(2):
                     self.run_round(batch, num_drafts, [_no_choice] * num_rows)
 
@@ -180,8 +181,7 @@ class TensorRtExecutor:
         return RoundScores(1, None, lambda _row, _position: logits)
 
     def _prefill_sizes(self) -> list[int]:
-        most = self._options.prefill_chunk
-        return [*(size for size in _PREFILL_SIZES if size < most), most]
+        return prompt_sizes(self._options.prefill_chunk)
 
     def _make_prefill(self, size: int) -> _Pass:
         block, outputs, cuda = self._block, self._outputs, self._cuda
