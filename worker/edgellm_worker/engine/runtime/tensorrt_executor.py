@@ -124,8 +124,8 @@ class TensorRtExecutor:
 
     def warm_up(self, draft_lengths: Sequence[int]) -> None:
         """Run every pass twice, so that none is captured while jobs wait. Before the first row: it writes rubbish into
-        caches, which rows overwrite before they see it. The largest first: kernels share scratch that stays where it is,
-        and what fits those fits the rest.
+        caches, which rows overwrite before they see it. The largest first: the scratch that kernels share stays
+        where it is, and what fits those fits the rest.
         """
         for size in reversed(self._prefill_sizes()):
             for _ in range(2):
