@@ -15,6 +15,7 @@ from edgellm_worker.engine.build.segments import WeightGroup
 from edgellm_worker.engine.checkpoint.weights import Nvfp4Weight
 from edgellm_worker.engine.errors import BuildError
 from edgellm_worker.engine.ops.graph import KERNEL_OPS, Dtype, Node, Op, Value
+from edgellm_worker.engine.runtime.attention_split import STEP_ROWS, TILE, AttentionSplit
 from edgellm_worker.engine.runtime.cuda import Cuda, Kernel
 from edgellm_worker.engine.runtime.packed_linear import Operands, PackedLinear
 from edgellm_worker.engine.runtime.tensorrt_layout import HeadChain, is_step
@@ -27,11 +28,6 @@ __all__ = ["Binding", "Control", "Kernels", "Launch", "Mode", "Place"]
 
 Launch = Callable[[], None]
 
-SPAN = 128  # cache positions per attention block where the context is split
-_TILE = 64
-_ENOUGH_BLOCKS = 96  # query blocks that fill a GPU without splitting the context
-_STEP_ROWS = 16  # of queries, a block of attend_step
-_STEP_SPLIT_AT, _STEP_SPLITS = 512, 16  # positions that one block takes, and the most blocks that share a context
 _PIECES = (16, 32, 64)  # scores a thread of the candidates' kernel holds
 _CANDIDATES_PER_BLOCK = 4096
 
@@ -132,22 +128,18 @@ class Kernels:
         scale, k_scale, v_scale = (float(str(value)) for value in node.attrs)
         batch, tokens, num_heads, dim = q.shape
         _, num_kv_heads, capacity, _ = cache_k.shape
-        rows = tokens * (num_heads // num_kv_heads)
-        q_rows = 16 if rows <= 16 else 32
-        q_blocks = -(-rows // q_rows)
-        span = SPAN if q_blocks * num_kv_heads * batch < _ENOUGH_BLOCKS else -(-capacity // _TILE) * _TILE
-        splits = -(-capacity // span)
-        macros = {"HQ": num_heads, "HKV": num_kv_heads, "D": dim, "L": capacity, "QROWS": q_rows, "SPAN": span}
+        split = AttentionSplit.of_prompt(q.shape, num_kv_heads, capacity)
+        q_rows = split.q_rows
+        macros = {"HQ": num_heads, "HKV": num_kv_heads, "D": dim, "L": capacity, "QROWS": q_rows, "SPAN": split.span}
         macros["KV_FP8"] = int(cache_k.dtype is Dtype.FP8)
-        shared = (q_rows + _TILE) * (dim + 8) * 2 + q_rows * ((_TILE + 4) * 4 + (_TILE + 8) * 2 + 12) + 16
+        shared = (q_rows + TILE) * (dim + 8) * 2 + q_rows * ((TILE + 4) * 4 + (TILE + 8) * 2 + 12) + 16
         kernel = self.kernel("attend", "attend", "p" * 10 + "iiiifff", macros, shared)
-        cells = batch * num_kv_heads * q_blocks
-        partial, arrived = self._split_scratch(cells, 4 * splits * q_rows * (dim + 2) if splits > 1 else 4)
+        partial, arrived = self._split_scratch(split.cells, split.bytes_per_cell)
         values = place.heads(v)
         pointers = [place.pointer(q), place.pointer(k), values.pointer]
         pointers += [place.pointer(value) for value in (cache_k, cache_v, start)]
         pointers += [place.control.slots, place.pointer(node.outputs[0]), partial, arrived]
-        grid = (q_blocks * splits, num_kv_heads, batch)
+        grid = (split.q_blocks * split.splits, num_kv_heads, batch)
         sizes = (tokens, num_kv_heads * dim, values.pitch, values.step)
         return self.call(kernel, grid, 128, *pointers, *sizes, scale, k_scale, v_scale)
 
@@ -157,17 +149,15 @@ class Kernels:
         batch, tokens, num_heads, dim = q.shape
         _, num_kv_heads, capacity, _ = cache_k.shape
         query, key = (HeadChain.of(value, place.fused) for value in node.inputs[:2])
-        q_blocks = -(-tokens * (num_heads // num_kv_heads) // _STEP_ROWS)
-        splits = min(-(-capacity // _STEP_SPLIT_AT), _STEP_SPLITS)
-        macros = {"HQ": num_heads, "HKV": num_kv_heads, "D": dim, "L": capacity, "SPLITS": splits}
+        split = AttentionSplit.of_step(q.shape, num_kv_heads, capacity)
+        macros = {"HQ": num_heads, "HKV": num_kv_heads, "D": dim, "L": capacity, "SPLITS": split.splits}
         macros |= {"KV_FP8": int(cache_k.dtype is Dtype.FP8), "NORM": int(query.norm is not None)}
         macros["ROT"] = query.rotary.inputs[1].shape[-1] if query.rotary is not None else 0
         warps = 8 if _step_bytes(dim, 8) <= self._cuda.block_shared_bytes else 4
         macros["WARPS"] = warps
         shared = _step_bytes(dim, warps)
         kernel = self.kernel("attend_step", "attend_step", "p" * 14 + "i" * 7 + "fffff", macros, shared)
-        cells = batch * num_kv_heads * q_blocks
-        partial, arrived = self._split_scratch(cells, 4 * splits * _STEP_ROWS * (dim + 4))
+        partial, arrived = self._split_scratch(split.cells, split.bytes_per_cell)
         heads = [place.heads(value) for value in (query.source, key.source, v)]
         angles = query.rotary.inputs[1:] if query.rotary is not None else ()
         pointers = [one.pointer for one in heads]
@@ -177,7 +167,7 @@ class Kernels:
         pointers += [self._norm_weight(chain) for chain in (query, key)]
         strides = [number for one in heads for number in (one.pitch, one.step)]
         eps, is_zero_centred = query.norm.attrs[:2] if query.norm is not None else (0.0, False)
-        grid = (q_blocks * splits, num_kv_heads, batch)
+        grid = (split.q_blocks * split.splits, num_kv_heads, batch)
         scales = (scale, k_scale, v_scale, float(str(eps)), float(bool(is_zero_centred)))
         return self.call(kernel, grid, 32 * warps, *pointers, tokens, *strides, *scales)
 
@@ -302,7 +292,7 @@ class _Pieces:
 
 def _step_bytes(head_dim: int, warps: int) -> int:
     """Shared memory of a block of attend_step: queries, new keys and values, and what each warp leaves to be merged."""
-    return 2 * 3 * _STEP_ROWS * (head_dim + 8) + 4 * warps * _STEP_ROWS * (head_dim + 4 + 2) + 16
+    return 2 * 3 * STEP_ROWS * (head_dim + 8) + 4 * warps * STEP_ROWS * (head_dim + 4 + 2) + 16
 
 
 def _rows(x: Value) -> int:
