@@ -16,8 +16,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/edgellm-worker demo
 
+# One process per core, four at most: the suite starts real servers and waits for them, so that more of them gain little.
+# A test and the others of its xdist_group run in one process, in turn.
+TEST_PROCESSES ?= logical
 test: install
-	$(BIN)/python -m pytest -m 'not soak and not gpu and not vendor'
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --maxprocesses 4 --dist loadgroup -m 'not soak and not gpu and not vendor'
 
 # Full-size runs, and the wheel in a really empty environment.
 soak: install

@@ -1,3 +1,7 @@
 """Fixtures for every suite."""
 
-pytest_plugins = ("tests.support.redis_server",)
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the suite's processes share the cores; numpy is not loaded yet
+
+pytest_plugins = ("tests.support.redis_server", "tests.support.seen")

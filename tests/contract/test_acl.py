@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from importlib.resources import files
+from typing import Any, TypeVar
 
 import pytest
 import redis
@@ -25,6 +26,7 @@ from tests.support.queue_rig import HIGH, NORMAL, ok, renewed, until
 from tests.support.redis_server import VERSIONS, RedisServer
 
 PASSWORD = "open sesame"
+T = TypeVar("T")
 SHA256 = "41ef4bb0b23661e66301aac36066912dac037827b4ae63a7b1165a5aa93ed4eb"
 
 
@@ -66,6 +68,7 @@ class Trial:
         self.server, self.queue, self.keys = server, queue, Keys(queue)
         self.producer = Producer(url_of(server, f"edgellm-producer-{queue}"), queue=queue)
         self.workers = [self._worker(name) for name in ("w1", "w2")]
+        self._beside: list[asyncio.Task[Any]] = []
 
     def _worker(self, name: str) -> RedisQueue:
         url = url_of(self.server, f"edgellm-worker-{self.queue}")
@@ -81,7 +84,16 @@ class Trial:
                 await step(admin)
         await self.subscribed()
 
+    def beside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Runs beside the steps; `close` waits for it whatever became of the step that wanted its result."""
+        task = asyncio.create_task(work)
+        self._beside.append(task)
+        return task
+
     async def close(self) -> None:
+        for task in self._beside:
+            task.cancel()
+        await asyncio.gather(*self._beside, return_exceptions=True)
         for worker in self.workers:
             if worker._is_open:
                 await worker.close()
@@ -96,15 +108,15 @@ class Trial:
 
     async def answered(self, admin: redis.Redis) -> None:
         """Submit, wait, take, begin, stream, finish, read; an idempotency key; a stranger at the reply's key."""
-        waiting = asyncio.create_task(self.workers[0].wait(5))
+        waiting = self.beside(self.workers[0].wait(5))
         job = await self.producer.submit("a", stream=True, idempotency_key="k", timeout_s=60.0)
         await waiting
         (delivery,) = await self.take(1)
         await self.workers[0].begin([delivery])
-        reading = asyncio.create_task(job.result(timeout=2))
+        reading = self.beside(job.result(timeout=2))
         await asyncio.sleep(0.02)
         other = await self.producer.submit("b", priority="high")
-        reading_other = asyncio.create_task(other.result(timeout=2))
+        reading_other = self.beside(other.result(timeout=2))
         admin.set(self.keys.reply(other.id), "squatter")
         assert await self.workers[0].append(delivery, Delta(attempt=1, offset_tokens=0, text="te", token_ids=[1]))
         (second,) = await self.take(1)
@@ -208,10 +220,6 @@ async def attempt(server: RedisServer, queue: str) -> Exception | None:
         return error
     finally:
         await trial.close()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
         with server.client() as admin:
             for key in admin.scan_iter(trial.keys.prefix + "*", count=1000):
                 admin.delete(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -52,6 +53,9 @@ FULL_MATRIX = tuple(
 )
 RANGES = (RowRange(1, 6, 64),)
 
+Combination = tuple[str, str, tuple[Target, ...]]
+Record = Callable[[str, object], None]
+
 
 @pytest.fixture(scope="module")
 def library() -> Library:
@@ -63,23 +67,18 @@ def spec(target: Target, kv_dtype: KvDtype = KvDtype.FLOAT16) -> EngineSpec:
 
 
 @pytest.mark.timeout(300)
-def test_networks_of_every_family_scheme_and_target_compile(library: Library, capsys: pytest.CaptureFixture) -> None:
-    done = compile_matrix(library, MATRIX, capsys)
+def test_networks_of_every_family_scheme_and_target_compile(library: Library, record_property: Record) -> None:
+    done = compile_matrix(library, MATRIX, record_property)
     assert {target for target, _ in done} == set(ALL)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_every_supported_combination_compiles(library: Library, capsys: pytest.CaptureFixture) -> None:
-    compile_matrix(library, FULL_MATRIX, capsys)
+def test_every_supported_combination_compiles(library: Library, record_property: Record) -> None:
+    compile_matrix(library, FULL_MATRIX, record_property)
 
 
-Combination = tuple[str, str, tuple[Target, ...]]
-
-
-def compile_matrix(
-    library: Library, matrix: tuple[Combination, ...], capsys: pytest.CaptureFixture
-) -> dict[tuple[Target, str], int]:
+def compile_matrix(library: Library, matrix: tuple[Combination, ...], record: Record) -> dict[tuple[Target, str], int]:
     """Prefill, verify and the draft's passes; equal networks of one target are compiled once. Prints what there was."""
     done: dict[tuple[Target, str], int] = {}
     counts: Counter[tuple[str, str, Target]] = Counter()
@@ -92,10 +91,10 @@ def compile_matrix(
                 counts[family, scheme, target] += 1
                 if (target, key) not in done:
                     done[target, key] = len(builder.compile(segment, RANGES))
-    with capsys.disabled():
-        print(f"\n{library.name}: {len(done)} distinct networks for {len({target for target, _ in done})} targets")
-        for (family, scheme, target), count in counts.items():
-            print(f"  {family:14s} {scheme:16s} {target:6s} {count} networks")
+    num_targets = len({target for target, _ in done})
+    record("seen", f"{library.name}: {len(done)} distinct networks for {num_targets} targets")
+    for (family, scheme, target), count in counts.items():
+        record("seen", f"  {family:14s} {scheme:16s} {target:6s} {count} networks")
     assert min(done.values()) > 1000
     assert all(count >= 4 for count in counts.values())
     return done
@@ -135,7 +134,7 @@ WHOLE = (
 
 
 @pytest.mark.timeout(300)
-def test_whole_passes_compile_as_one_network_each(library: Library, capsys: pytest.CaptureFixture) -> None:
+def test_whole_passes_compile_as_one_network_each(library: Library, record_property: Record) -> None:
     """Native attention and cache over float16, the decomposed form over FP8, the decomposed delta rule. Four layers hold
     every kind of layer.
     """
@@ -150,8 +149,7 @@ def test_whole_passes_compile_as_one_network_each(library: Library, capsys: pyte
         for name, graph in graphs.items():
             sizes[family, scheme, kv_dtype, target, name] = len(builder.compile_whole(graph))
     assert min(sizes.values()) > 1000
-    with capsys.disabled():
-        print(f"\n{library.name}: {len(sizes)} whole passes as one network each")
+    record_property("seen", f"{library.name}: {len(sizes)} whole passes as one network each")
 
 
 @pytest.mark.timeout(300)

@@ -16,6 +16,8 @@ import pytest
 
 from tests.support.chaos import FAULTS, World, chaos_world, run_chaos, stop_worker_past_its_lease
 
+pytestmark = pytest.mark.xdist_group("faults")
+
 SETTINGS = {"appendonly": "yes", "appendfsync": "always"}
 LOG = os.environ.get("EDGELLM_SOAK_LOG")
 

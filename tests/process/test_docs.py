@@ -13,6 +13,8 @@ import pytest
 from tests.support.live_worker import CHECKPOINT, LiveWorker, live_worker
 from tests.support.markdown import PAGES, ROOT, Block, blocks
 
+pytestmark = pytest.mark.xdist_group("docs")
+
 RUNNABLE = [
     pytest.param(block, id=f"{page.stem}-{number}")
     for page in PAGES

@@ -20,6 +20,8 @@ from edgellm_producer.wire import decode_job
 from tests.support.instant_worker import echo, instant_worker
 from tests.support.redis_server import RedisServer
 
+pytestmark = pytest.mark.xdist_group("languages")
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPT = 'def grüße(n): "\\n"\n\t$HOME'
 NPM_TIMEOUT_S = 60

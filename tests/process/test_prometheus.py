@@ -18,7 +18,10 @@ from tests.support.live_worker import live_worker
 from tests.support.prometheus import RULES, Prometheus, running_prometheus
 from tests.support.promql import concrete, selectors
 
-pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed"),
+    pytest.mark.xdist_group("prometheus"),
+]
 
 PANELS = [pytest.param(panel, id=f"{board.uid}-{panel.title}") for board in BOARDS for panel in board.panels]
 ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]

@@ -26,6 +26,8 @@ from edgellm_producer.wire import Status
 from tests.support.chaos import SCRIPT, children_of, left_over, path_of_workers
 from tests.support.redis_server import RedisServer
 
+pytestmark = pytest.mark.xdist_group("faults")
+
 LOG = os.environ.get("EDGELLM_SOAK_LOG")
 TOKENS = 4
 EXPECTED_KINDS = {"done", "reply", "dedup", "jobs", "worker", "lease", "dead"}

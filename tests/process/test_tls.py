@@ -18,6 +18,8 @@ from tests.support.daemons import TINY
 from tests.support.queue_rig import open_rig, renewed
 from tests.support.redis_server import RedisServer, free_port
 
+pytestmark = pytest.mark.xdist_group("tls")
+
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:

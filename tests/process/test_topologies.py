@@ -19,6 +19,8 @@ from tests.support.queue_rig import NORMAL, Rig, ok, open_rig, renewed, until
 from tests.support.redis_server import RedisServer, wait_until
 from tests.support.topologies import SERVICE, Cluster, Sentinel, replicated
 
+pytestmark = pytest.mark.xdist_group("faults")
+
 StartServer = Callable[..., RedisServer]
 VERSIONS = ("valkey-9.1", "redis-7.0")
 

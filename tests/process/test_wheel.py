@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("wheel")
+
 ROOT = Path(__file__).parents[2]
 DATA = "edgellm_worker/data/tiny-qwen3.5-mtp"
 

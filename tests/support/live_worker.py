@@ -16,7 +16,7 @@ from typing import TextIO
 
 import edgellm_worker
 from edgellm_worker.embedded import EmbeddedServer
-from tests.support.prometheus import free_port
+from tests.support.redis_server import free_port
 
 CHECKPOINT = Path(edgellm_worker.__file__).parent / "data" / "tiny-qwen3.5-mtp"
 START_TIMEOUT_S = 60.0

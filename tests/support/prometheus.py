@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -17,15 +16,11 @@ from typing import Any
 
 import yaml
 
+from tests.support.redis_server import free_port
+
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "grafana" / "prometheus" / "alerts.yml"
 START_TIMEOUT_S = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)
