@@ -12,8 +12,13 @@ from edgellm_worker.cli.main import main
 from edgellm_worker.engine.build.plan import plan_grid, plan_memory, verify_state_bytes_per_position
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.errors import CapacityError
+from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.ops.api import KvDtype
-from edgellm_worker.engine.runtime import tensorrt_engine
+from edgellm_worker.engine.ops.graph import Lowering
+from edgellm_worker.engine.runtime import tensorrt_engine, tensorrt_executor
+from edgellm_worker.engine.runtime.attention_split import AttentionSplit
+from edgellm_worker.engine.runtime.tensorrt_executor import TensorRtExecutor, TensorRtOptions
+from tests.support.metered_device import ClosableNetworks, MeteredDevice, WeightlessStore
 from tests.support.tensorrt_models import TINY, qwen_27b, tiny_shapes
 
 SPEC = EngineSpec(4, 4096, 4, KvDtype.FP8, runs_fp8=True, runs_fp4=True)
@@ -55,8 +60,56 @@ def test_the_recurrent_state_does_not_grow_with_the_draft_length(large) -> None:
 
 
 def test_kv_cache_is_one_byte_an_element_in_fp8(large) -> None:
-    half = plan_memory(large, replace(SPEC, kv_dtype=KvDtype.FLOAT16), 0).kv_cache_bytes
-    assert half == 2 * plan_memory(large, SPEC, 0).kv_cache_bytes == 2 * 17 * 2 * 4 * 4 * 4096 * 256
+    half = plan_memory(large, replace(SPEC, kv_dtype=KvDtype.FLOAT16)).kv_cache_bytes
+    assert half == 2 * plan_memory(large, SPEC).kv_cache_bytes == 2 * 17 * 2 * 4 * 4 * 4096 * 256
+
+
+def allocated(model: Model, spec: EngineSpec) -> int:
+    """What an executor asks of its device until it is ready for jobs."""
+    device = MeteredDevice()
+    options = TensorRtOptions(spec.prefill_chunk, lowering=spec.lowering)
+    executor = TensorRtExecutor(model, spec.layout, device, ClosableNetworks(), spec.reader(), options)
+    executor.warm_up([spec.max_verify - 1])
+    return device.allocated
+
+
+@pytest.mark.parametrize(
+    ("slots", "capacity", "verify", "lowering"),
+    [(1, 32768, 1, Lowering.ROWS), (4, 4096, 4, Lowering.ROWS), (4, 4096, 4, Lowering.PRODUCTS)],
+)
+def test_what_is_planned_for_the_27b_is_what_a_start_allocates(
+    large, monkeypatch: pytest.MonkeyPatch, slots: int, capacity: int, verify: int, lowering: Lowering
+) -> None:
+    """All but the weights, which are too large to make, and the scratch of networks, which only the library knows."""
+    monkeypatch.setattr(tensorrt_executor, "WeightStore", WeightlessStore)
+    spec = EngineSpec(slots, capacity, verify, KvDtype.FP8, packs=True, lowering=lowering)
+    plan = plan_memory(large, spec)
+    beside = allocated(large, spec) - (plan.kv_cache_bytes + plan.recurrent_state_bytes + plan.pending_bytes)
+    assert beside <= plan.workspace_bytes <= 1.4 * beside
+
+
+@pytest.mark.parametrize("lowering", Lowering)
+@pytest.mark.parametrize("scheme", ["dense", "fp8", "nvfp4"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3", "llama"])
+def test_what_is_planned_holds_what_a_start_allocates_weights_included(
+    family: str, scheme: str, lowering: Lowering
+) -> None:
+    spec = EngineSpec(3, 640, 4, KvDtype.FLOAT16, packs=True, lowering=lowering)
+    model = tiny_shapes(family, scheme)
+    plan = plan_memory(model, spec)
+    parts = (plan.weights_bytes, plan.kv_cache_bytes, plan.recurrent_state_bytes, plan.pending_bytes)
+    assert allocated(model, spec) <= sum(parts) + plan.workspace_bytes
+
+
+def test_a_long_cache_does_not_make_partial_results_of_a_prompt_piece_long() -> None:
+    """As they were up to 8192 positions; longer contexts are shared in longer spans."""
+    heads = (1, 96, 24, 256)
+    short, middle, long = (AttentionSplit.of_prompt(heads, 4, capacity) for capacity in (4096, 8192, 262144))
+    assert (short.span, short.splits) == (128, 32)
+    assert (middle.span, middle.splits) == (128, 64)
+    assert (long.span, long.splits) == (4096, 64)
+    assert long.num_bytes == middle.num_bytes < 160e6
+    assert AttentionSplit.of_prompt((1, 128, 24, 256), 4, 262144).splits == 1
 
 
 class SmallGpu:
@@ -70,7 +123,7 @@ class SmallGpu:
 
 
 def test_a_gpu_without_room_is_refused_before_anything_is_built_or_loaded(large) -> None:
-    plan = plan_memory(large, SPEC, 20 << 30)
+    plan = replace(plan_memory(large, SPEC), weights_bytes=20 << 30)
     tensorrt_engine._require_room(plan, SmallGpu(plan.total_bytes))
     with pytest.raises(
         CapacityError, match=r"needs 2\d\.\d\d GiB \(weights 20\.00.* of 32\.00 GiB free: fewer slots.*plan MODEL"

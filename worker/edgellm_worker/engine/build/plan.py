@@ -5,24 +5,25 @@ kv_cache          every slot at full capacity, base and draft
 recurrent_state   one state per slot (never one per verify position) and the convolution's tail
 pending           what a verify pass leaves to fold: k, u, log g in float32, convolution inputs in float16, per
                   position; k and log g are kept twice. And the hidden states carried to the draft head
-workspace         activations of the largest pass, logits, attention's partial results
+workspace         values of the largest pass, its results, scratch of kernels and networks (build/workspace.py)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
 from edgellm_worker.engine.build.passes import Recorder
 from edgellm_worker.engine.build.segments import Segment, WeightGroup, cut
 from edgellm_worker.engine.build.spec import EngineSpec
+from edgellm_worker.engine.build.workspace import PassBytes, workspace_bytes
 from edgellm_worker.engine.checkpoint.weights import DenseWeight, Fp8Weight, Nvfp4Weight, Weight
 from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.ops.graph import Graph, Op
 from edgellm_worker.engine.runtime.packed_weights import packed_bytes
-from edgellm_worker.engine.runtime.scores import NUM_CANDIDATES
 
 _LIBRARY_BYTES = 512 << 20
 """The CUDA context, the library and its kernels: seen 0.4 to 0.5 GiB on an H200."""
@@ -47,6 +48,22 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Passes:
+    """What the passes of one draft length need, for any batch size."""
+
+    weights_bytes: int
+    work: PassBytes
+
+    @classmethod
+    def of(cls, drafted: Model, spec: EngineSpec, weights_bytes: int | None = None) -> Self:
+        """`weights_bytes` where they are known already: they depend only on whether anything is drafted."""
+        if weights_bytes is None:
+            graphs = Recorder(drafted, spec.layout, spec.reader()).all(spec.prefill_chunk)
+            weights_bytes = weight_bytes(graphs.values())
+        return cls(weights_bytes, PassBytes.of(drafted, spec))
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRow:
     """One cell of the grid: a batch size, a draft length, its memory."""
 
@@ -55,33 +72,33 @@ class PlanRow:
     memory: MemoryPlan
 
 
-def plan_memory(model: Model, spec: EngineSpec, weights_bytes: int | None = None) -> MemoryPlan:
-    """`weights_bytes` where it is known already: it does not depend on batch or drafts."""
+def plan_memory(model: Model, spec: EngineSpec, passes: Passes | None = None) -> MemoryPlan:
+    """`passes` where they are known already: they do not depend on the batch."""
     drafted = spec.drafted(model)
     sizes = {"kv_cache": 0, "recurrent_state": 0, "pending": 0}
     for name, (shape, dtype) in spec.layout.tensors(drafted).items():
         sizes[memory_kind(name)] += int(np.prod(shape)) * dtype.num_bytes
-    if weights_bytes is None:
-        reader = spec.reader()
-        weights_bytes = weight_bytes(Recorder(drafted, spec.layout, reader).all(spec.prefill_chunk).values())
+    passes = passes or Passes.of(drafted, spec)
     return MemoryPlan(
-        weights_bytes=weights_bytes,
+        weights_bytes=passes.weights_bytes,
         kv_cache_bytes=sizes["kv_cache"],
         recurrent_state_bytes=sizes["recurrent_state"],
         pending_bytes=sizes["pending"],
-        workspace_bytes=_workspace_bytes(drafted, spec),
+        workspace_bytes=workspace_bytes(drafted, spec, passes.work),
     )
 
 
 def plan_grid(model: Model, spec: EngineSpec, batches: Sequence[int], drafts: Sequence[int]) -> tuple[PlanRow, ...]:
     rows: list[PlanRow] = []
-    known: dict[bool, int] = {}
+    weights: dict[bool, int] = {}
     for num_drafts in drafts:
-        for batch in batches:
-            cell = replace(spec, max_batch_size=batch, max_verify=num_drafts + 1)
-            memory = plan_memory(model, cell, known.get(num_drafts > 0))
-            known[num_drafts > 0] = memory.weights_bytes
-            rows.append(PlanRow(batch, num_drafts, memory))
+        column = replace(spec, max_verify=num_drafts + 1, max_draft=num_drafts)
+        passes = Passes.of(column.drafted(model), column, weights.get(num_drafts > 0))
+        weights[num_drafts > 0] = passes.weights_bytes
+        rows += (
+            PlanRow(batch, num_drafts, plan_memory(model, replace(column, max_batch_size=batch), passes))
+            for batch in batches
+        )
     return tuple(rows)
 
 
@@ -143,18 +160,3 @@ def _matrix_bytes(weight: Weight) -> int:
 
 def _identity(weight: Weight) -> tuple[int, tuple[int, ...]]:
     return weight.data.ctypes.data, weight.shape
-
-
-def _workspace_bytes(model: Model, spec: EngineSpec) -> int:
-    """An upper bound in closed form: eight activations of the widest row, logits and candidates of a verify pass, and
-    partial attention results of one pass (float32, one per 128 cache positions and query block).
-    """
-    config = model.config
-    rows = max(spec.max_batch_size * spec.max_verify, spec.prefill_chunk)
-    delta = config.delta_net
-    widest = max(2 * config.intermediate_size, 0 if delta is None else 2 * delta.num_channels, 4 * config.hidden_size)
-    verify_rows = spec.max_batch_size * spec.max_verify
-    scores = verify_rows * (2 * config.vocab_size + 4 * (2 * NUM_CANDIDATES + 1))
-    splits = -(-spec.max_kv_cache_capacity // 128)
-    partial = 96 * 2 * 32 * splits * (config.attention.head_dim + 2) * 4 if splits > 1 else 0
-    return 8 * rows * widest * 4 + scores + partial

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Self
 
-_SPAN: Final = 128  # cache positions per block where the context is split
+_SPAN: Final = 128  # cache positions per block where the context is split, at least
+_PROMPT_SPLITS: Final = 64  # the most blocks that share a prompt piece's context
 TILE: Final = 64
 _ENOUGH_BLOCKS: Final = 96  # query blocks that fill a GPU without splitting the context
 STEP_ROWS: Final = 16  # of queries, a block of attend_step
@@ -26,6 +27,10 @@ class AttentionSplit:
     splits: int
     bytes_per_cell: int
 
+    @property
+    def num_bytes(self) -> int:
+        return self.cells * self.bytes_per_cell
+
     @classmethod
     def of_prompt(cls, q: tuple[int, ...], num_kv_heads: int, capacity: int) -> Self:
         """kernels/attend.cu, for queries [B, N, H, d]."""
@@ -34,7 +39,8 @@ class AttentionSplit:
         q_rows = 16 if rows <= 16 else 32
         q_blocks = -(-rows // q_rows)
         cells = batch * num_kv_heads * q_blocks
-        span = _SPAN if cells < _ENOUGH_BLOCKS else -(-capacity // TILE) * TILE
+        fewest = _PROMPT_SPLITS if cells < _ENOUGH_BLOCKS else 1
+        span = max(_SPAN, -(-capacity // (fewest * TILE)) * TILE)
         splits = -(-capacity // span)
         return cls(q_rows, q_blocks, cells, span, splits, 4 * splits * q_rows * (dim + 2) if splits > 1 else 4)
 

@@ -1,0 +1,115 @@
+"""Device memory of passes beside weights and state, from their recordings: what `plan` counts before there is a GPU.
+
+    values    the arena that all passes share: as large as the largest one's
+    results   hidden states, logits, candidates, and the integers that steer a pass
+    scratch   what blocks of a kernel that share their work leave for each other, and what networks hold inside
+
+A prompt's passes do not depend on the batch and a round's grow with it, so one recording serves all batch sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from edgellm_worker.engine.build.passes import Recorder
+from edgellm_worker.engine.build.profiles import prompt_sizes
+from edgellm_worker.engine.build.segments import Segment, cut
+from edgellm_worker.engine.build.spec import EngineSpec
+from edgellm_worker.engine.models.config import ModelConfig
+from edgellm_worker.engine.models.registry import Model
+from edgellm_worker.engine.ops.graph import Graph, Lowering, Op, Value
+from edgellm_worker.engine.runtime.attention_split import AttentionSplit
+from edgellm_worker.engine.runtime.packed_linear import Variant
+from edgellm_worker.engine.runtime.scores import NUM_CANDIDATES
+from edgellm_worker.engine.runtime.tensorrt_layout import STEP_TOKENS, lay_out
+
+_MULTIPROCESSORS: Final = 132
+"""Of a large GPU. Partial sums of products go by them; with fewer (a Thor has 20) they are smaller."""
+_BLOCKS: Final = 2  # of a product, on a multiprocessor
+_PRODUCT_BYTES: Final = 4 * 48 * 64  # one block's partial sums in kernels/linear.cu
+
+
+@dataclass(frozen=True, slots=True)
+class PassBytes:
+    """Of the passes of one draft length: a prompt's as a whole and, for each slot, a round's. `packs`: whether a
+    product's weight is packed.
+    """
+
+    prompt_values: int
+    prompt_network: int
+    slot_values: int
+    slot_network: int
+    packs: bool
+
+    @classmethod
+    def of(cls, model: Model, spec: EngineSpec) -> PassBytes:
+        record = Recorder(model, spec.layout, spec.reader())
+        prompt = [record.prefill(spec.prefill_chunk)]
+        rounds = [record.verify(1, spec.max_verify)]
+        if model.mtp is not None:
+            prompt.append(record.draft_fill(spec.prefill_chunk))
+            rounds += [record.draft_first(1, is_chosen=True), record.draft_next(1)]
+        return cls(
+            prompt_values=_values(prompt, spec.lowering),
+            prompt_network=_network(prompt, spec.lowering),
+            slot_values=_values(rounds, spec.lowering),
+            slot_network=_network(rounds, spec.lowering),
+            packs=any(node.op is Op.PACKED_LINEAR for graph in rounds for node in graph.nodes),
+        )
+
+
+def workspace_bytes(model: Model, spec: EngineSpec, passes: PassBytes) -> int:
+    """`model` with a draft head only where there is room for drafts."""
+    rows = spec.max_batch_size * spec.max_verify
+    most_rows = max(rows, spec.prefill_chunk)
+    values = max(passes.prompt_values, spec.max_batch_size * passes.slot_values)
+    return values + _results(model.config, spec, rows, most_rows) + _scratch(model.config, spec, passes)
+
+
+def _values(graphs: Iterable[Graph], lowering: Lowering) -> int:
+    """Outputs have places of their own."""
+    return max(lay_out(graph, frozenset(graph.outputs), lowering).num_bytes for graph in graphs)
+
+
+def _network(graphs: Iterable[Graph], lowering: Lowering) -> int:
+    """Everything that the layers of the largest network make, as if nothing were reused."""
+    segments = [step for graph in graphs for step in cut(graph, lowering) if isinstance(step, Segment)]
+    made = [[value for node in segment.nodes for value in node.outputs] for segment in segments]
+    return max((sum(map(_num_bytes, values)) for values in made), default=0)
+
+
+def _num_bytes(value: Value) -> int:
+    return int(np.prod(value.shape)) * value.dtype.num_bytes
+
+
+def _results(config: ModelConfig, spec: EngineSpec, rows: int, most_rows: int) -> int:
+    hidden = 2 * config.hidden_size * (most_rows + rows + 1 + 2 * spec.max_batch_size)
+    scores = rows * (2 * config.vocab_size + 4 * (2 * min(NUM_CANDIDATES, config.vocab_size) + 1))
+    steering = 4 * (6 * spec.max_batch_size + 2 * rows + most_rows + spec.prefill_chunk)
+    return hidden + scores + steering
+
+
+def _scratch(config: ModelConfig, spec: EngineSpec, passes: PassBytes) -> int:
+    candidates = 8 * spec.max_batch_size * spec.max_verify * (NUM_CANDIDATES + 1) * -(-config.vocab_size // 4096)
+    packed = Variant(is_fp4=True, x_tiles=6).partial_bytes if passes.packs else 0
+    dense = _PRODUCT_BYTES if spec.lowering is Lowering.PRODUCTS else 0
+    blocks = _BLOCKS * _MULTIPROCESSORS
+    network = max(passes.prompt_network, spec.max_batch_size * passes.slot_network)
+    return _attention(config, spec) + candidates + blocks * (packed + dense) + network
+
+
+def _attention(config: ModelConfig, spec: EngineSpec) -> int:
+    """Partial results of the prompt piece and of the step that leave most."""
+    attention, capacity = config.attention, spec.max_kv_cache_capacity
+    heads = (attention.num_heads, attention.head_dim)
+    prompts = [(1, size, *heads) for size in prompt_sizes(spec.prefill_chunk)]
+    round_ = (spec.max_batch_size, spec.max_verify, *heads)  # by the prompt's kernel where no step's has such heads
+    steps = ((1, STEP_TOKENS, *heads), round_)
+    return max(
+        split.num_bytes
+        for split in (AttentionSplit.of_prompt(q, attention.num_kv_heads, capacity) for q in (*prompts, round_))
+    ) + max(split.num_bytes for split in (AttentionSplit.of_step(q, attention.num_kv_heads, capacity) for q in steps))
