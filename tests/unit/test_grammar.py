@@ -158,6 +158,35 @@ def test_constraints_that_cannot_be_met_are_refused_by_name(grammar: dict, words
     assert caught.value.field == "response_format"
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [{"json_schema": {"$ref": "#"}}, {"json_schema": {"allOf": [{"$ref": "#"}]}}, {"regex": r"[^\s\S]"}],
+)
+def test_a_constraint_that_no_text_meets_is_refused_before_its_row_runs(grammar: dict) -> None:
+    """It takes a vocabulary to see it."""
+    check_grammar(request(grammar))
+    running = engine(0)
+    with pytest.raises(
+        RequestError, match=r"no text meets it: an expression without a match, or a \$ref that leads back"
+    ):
+        running.add(0, request(grammar))
+    assert running.num_rows == 0
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"json_schema": {"type": "array", "items": {"$ref": "#"}}},
+        {"json_schema": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        {"regex": ""},
+        {"regex": "\u00e9"},
+    ],
+)
+def test_a_schema_may_contain_itself_and_a_text_may_be_empty(grammar: dict) -> None:
+    check_grammar(request(grammar))
+    assert compiler.grammar(request(grammar)).allowed().any()
+
+
 def test_a_constraint_needs_an_eos_and_an_engine_that_has_grammars() -> None:
     with pytest.raises(RequestError, match="ignore_eos"):
         check_grammar(replace(REGEX_REQUEST, eos_token_ids=frozenset()))

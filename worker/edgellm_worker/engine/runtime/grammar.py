@@ -36,6 +36,11 @@ _JSON_STYLE: Final[Any] = {
 }
 """One line with a space after commas and colons: where any white space may follow, small models write nothing else."""
 
+_NOTHING_MAY_FOLLOW: Final = "NoExtensionBias"  # in llguidance's words
+_NO_TEXT: Final = (
+    "no text meets it: an expression without a match, or a $ref that leads back to itself and to nothing else"
+)
+
 
 class Grammar:
     """One row's place in its constraint."""
@@ -49,6 +54,14 @@ class Grammar:
 
     def copy(self) -> Grammar:
         return Grammar(self._matcher.deep_copy(), self._vocab_size)
+
+    def check(self) -> None:
+        """Raise `RequestError` where nothing may come first. The first step needs that mask too: it is kept."""
+        try:
+            self.allowed()
+        except RowError as error:
+            reason = _error(self._matcher)
+            raise RequestError(FIELD, _NO_TEXT if reason == _NOTHING_MAY_FOLLOW else reason) from error
 
     def take(self, token_id: int) -> None:
         """The token follows. Raises `RowError` when it must not."""
@@ -87,7 +100,9 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabularies[eos], source, log_level=0)
         if matcher.is_error():
             raise RequestError(FIELD, _error(matcher))
-        return Grammar(matcher, self._vocab_size)
+        beginning = Grammar(matcher, self._vocab_size)
+        beginning.check()
+        return beginning
 
 
 def check_grammar(request: GenerationRequest) -> None:
