@@ -43,6 +43,36 @@ def test_each_entry_has_its_line(form, lines):
     assert second == first.replace("a-1", "a-2")
 
 
+class Pipe(io.RawIOBase):
+    """What a process writes, write by write."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        self.writes.append(bytes(data))
+        return len(data)
+
+
+@pytest.mark.parametrize(("form", "letter"), [(LogFormat.JSON, "u"), (LogFormat.TEXT, "\u20ac")])
+def test_lines_of_several_processes_on_one_pipe_stay_whole(lines, monkeypatch, form, letter):
+    """A pipe takes 4096 bytes in one piece: lines go together as long as they fit, and one that does not goes alone."""
+    pipe = Pipe()
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(io.BufferedWriter(pipe), "utf-8", line_buffering=True))
+    configure_logs(form)
+    long = 20
+    entries = [{"job": f"a-{number}", "error": letter * (5000 if number == long else 120)} for number in range(40)]
+    structlog.get_logger().info("job", each=entries)
+    assert all(data.endswith(b"\n") for data in pipe.writes)
+    assert [f"a-{long}".encode() in data for data in pipe.writes if len(data) > 4096] == [True]
+    assert 3 < len(pipe.writes) < 30
+    found = b"".join(pipe.writes).splitlines()
+    assert [f"a-{number}".encode() in line for number, line in enumerate(found)] == [True] * 40
+
+
 def test_json(lines):
     configure_logs(LogFormat.JSON, stream=lines)
     structlog.get_logger().warning("cannot read", error="x", again_in_s=0.1)

@@ -11,10 +11,11 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from select import PIPE_BUF
 from types import NoneType
 from typing import Any, Final, TextIO, cast
 
@@ -64,15 +65,30 @@ _SPELLED: Final[Mapping[type, Callable[[Any], str]]] = {
 class _StandardError:
     """Standard error as it is at the time of each write: a status line may have taken its place meanwhile. Where
     nothing can be written (a full disk, a terminal that was closed) lines are lost, never jobs.
+
+    A pipe that several processes share takes PIPE_BUF bytes (4096) in one piece, and cuts what is longer: so lines go
+    in groups below that. One line that is longer by itself goes as it is.
     """
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
-            sys.stderr.write(text)
+            for piece in _pieces(text):
+                sys.stderr.write(piece)
         return len(text)
 
     def flush(self) -> None:
         """It ends every line by itself."""
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Whole lines, together at most PIPE_BUF bytes where they can be."""
+    most = PIPE_BUF if text.isascii() else PIPE_BUF // 4
+    start = 0
+    while len(text) - start > most:
+        end = text.rfind("\n", start, start + most) + 1 or text.find("\n", start) + 1 or len(text)
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def configure_logs(form: LogFormat, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
