@@ -16,6 +16,7 @@ NOT_THE_BODY: Final = frozenset({"id", "idempotency_key", "traceparent"})
 """Fields that two submits of the same job may differ in."""
 
 
+_PLACE: Final = {name: place for place, name in enumerate(Job.model_fields)}
 NESTED: Final = frozenset({"messages", "tools", "response_format", "chat_template_kwargs", "metadata"})
 
 
@@ -57,10 +58,10 @@ def seal(fields: Mapping[str, Any]) -> Envelope:
 
 def _body(job: Job) -> dict[str, Any]:
     """What was given, as validated, in the order of the protocol's fields. A job holds plain values only, so this is
-    `model_dump(exclude_unset=True)` at a third of its cost.
+    `model_dump(exclude_unset=True)` at a fraction of its cost.
     """
-    given = job.model_fields_set
-    return {name: value for name, value in job.__dict__.items() if name in given}
+    values = job.__dict__
+    return {name: values[name] for name in sorted(job.model_fields_set, key=_PLACE.__getitem__)}
 
 
 def _packed(body: Mapping[str, Any]) -> bytes:

@@ -10,6 +10,7 @@ newer worker's answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -320,6 +321,10 @@ def _short(text: str) -> str:
     return text if len(text) <= MAX_REPEATED_CHARACTERS else f"{text[:MAX_REPEATED_CHARACTERS]}..."
 
 
+_valid_job: Final[Callable[[dict[str, Any]], Job]] = Job.__pydantic_validator__.validate_python
+"""`Job.model_validate` without its options."""
+
+
 def job_from(fields: dict[str, Any]) -> Job:
     """Validate a job; `JobRejected` names the first offending field in the words of the protocol."""
     version = fields.get("v", VERSION)
@@ -328,7 +333,7 @@ def job_from(fields: dict[str, Any]) -> Job:
             ErrorCode.UNSUPPORTED_VERSION, f"version {_short(repr(version))}, this side speaks {VERSION}", field="v"
         )
     try:
-        return Job.model_validate(fields)
+        return _valid_job(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # An error of the whole job has no place; its type is the field to blame then (see `Job._whole`).
