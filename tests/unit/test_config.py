@@ -134,6 +134,16 @@ def test_all_contradictions_are_told_at_once_each_with_both_fields():
     )
 
 
+def test_a_limit_that_is_wrong_by_itself_does_not_hide_how_others_contradict_each_other():
+    """And is in no contradiction: nobody knows what was meant."""
+    given = {"max_batch_size": "0", "max_verify_tree_size": "2", "max_draft_tree_size": "2", "max_input_len": "5000"}
+    assert problems({**MODEL, **given, "max_kv_cache_capacity": "-1"}) == (
+        "--max-batch-size: Input should be greater than or equal to 1",
+        "--max-kv-cache-capacity: Input should be greater than or equal to 2",
+        "max-verify-tree-size 2 is below max-draft-tree-size + 1, 3",
+    )
+
+
 def test_a_form_of_weights_that_does_not_exist_is_a_problem():
     assert "'fp8', 'nvfp4' or 'float16'" in problems({**MODEL, "quantization": "int4"})[0]
 

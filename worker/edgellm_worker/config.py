@@ -307,16 +307,28 @@ def load_settings(
 
 
 def _validated(merged: dict[str, Any], spelled: Callable[[str], str], problems: list[str]) -> Settings | None:
+    wrong: set[str] = set()
     try:
         return Settings.model_validate(merged)
     except ValidationError as error:
         for problem in error.errors(include_url=False, include_context=False, include_input=False):
             message = problem["msg"].removeprefix("Value error, ")
             if problem["loc"]:
+                wrong.add(str(problem["loc"][0]))
                 problems.append(f"{spelled(str(problem['loc'][0]))}: {message}")
             else:
                 problems += message.splitlines()  # contradictions between fields, one a line
+    if wrong:
+        problems += _contradictions_beside(wrong, merged, spelled)
     return None
+
+
+def _contradictions_beside(wrong: set[str], merged: dict[str, Any], spelled: Callable[[str], str]) -> list[str]:
+    """Between the fields that are right by themselves: they are compared only where all fields are."""
+    others: list[str] = []
+    _validated({field: value for field, value in merged.items() if field not in wrong}, spelled, others)
+    names = [field.replace("_", "-") for field in wrong]
+    return [line for line in others if not any(name in line for name in names)]
 
 
 def _read_file(path: Path, problems: list[str]) -> dict[str, Any]:
