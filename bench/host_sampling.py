@@ -68,7 +68,7 @@ KINDS: Mapping[str, Sequence[SamplingParams]] = {
 class Replay:
     """`Executor` of recorded rounds, over and over. `drafts` [B, N] of round after round; None: make them."""
 
-    num_slots, can_draft, runs_ahead = ROWS, True, True
+    num_slots, can_draft, runs_ahead, follows = ROWS, True, True, False
     memory_bytes: Mapping[str, int] = {}
 
     def __init__(self, drafts: Sequence[np.ndarray] | None) -> None:
@@ -96,6 +96,9 @@ class Replay:
         output = RoundOutput((self._drafts or self.made)[self._num_rounds], scores, 0.0, 0.0)
         self._num_rounds += 1
         return lambda: output
+
+    def follow_round(self, num_drafts: int) -> StartedRound:
+        raise NotImplementedError(num_drafts)
 
 
 @cache

@@ -101,10 +101,6 @@ def delta_floor() -> Iterator[Floor]:
 # --- a dense model of 1.6 billion parameters ---
 
 
-def first_token(_scores: object, _position: int) -> int:
-    return 0
-
-
 def round_input(rows: int, position: int, committed: int, width: int) -> RoundInput:
     pairs = np.random.default_rng(rows + position).integers(0, 8000, (rows, width)).astype(np.int32)
     full = np.full(rows, committed, np.int32)
@@ -113,11 +109,10 @@ def round_input(rows: int, position: int, committed: int, width: int) -> RoundIn
 
 def device_ms(executor: TensorRtExecutor, rows: int, drafts: int, position: int = 300, repeats: int = 40) -> float:
     """Device time of one round's graph, by events."""
-    batch = round_input(rows, position, 1, executor._layout.max_verify)
-    choosers = [first_token] * rows
+    batch = round_input(rows, position, 1, executor.rounds.block.width)
     for _ in range(3):
-        executor.run_round(batch, drafts, choosers)
-    one_pass = executor._rounds[rows, drafts]
+        executor.run_round(batch, drafts)
+    one_pass = executor.rounds.pass_of(rows, drafts)
     times = []
     for _ in range(repeats):
         with executor._cuda.timer() as elapsed:
@@ -162,12 +157,10 @@ class VerifyOnly:
     def ms(self, rows: int, drafts: int) -> float:
         executor = self._executor
         width = drafts + 1
-        block, outputs = executor._block, executor._outputs
-        block.fill_round(
-            round_input(rows, 300, 1, executor._layout.max_verify), drafts, list(range(rows)), executor._parity
-        )
-        values = {**executor._state, **block.round_bindings(width), **outputs.round_bindings(rows, width)}
-        program = executor._program(executor._recorder.verify(rows, width), values, rows, Mode.STEP)
+        rounds, block = executor.rounds, executor.rounds.block
+        block.fill(round_input(rows, 300, 1, block.width), drafts, range(rows), [0] * block.num_slots)
+        recorded = executor.machine.recorder.verify(rows, width)
+        program = rounds.lane.program(recorded, rounds.results.bindings(rows, width), rows, Mode.STEP)
 
         def enqueue() -> None:
             block.upload()
@@ -258,13 +251,12 @@ def pattern_floor(executor: TensorRtExecutor) -> Iterator[Floor]:
     pattern, drafts = (3, 2, 3, 0, 1, 3, 2, 3), 3
 
     def seconds(rows: int) -> float:
-        position, choosers = 100, [first_token] * rows
-        committed = 1
-        executor.run_round(round_input(rows, position, 1, 6), drafts, choosers)
-        executor.run_round(round_input(rows, position, 1, 6), drafts, choosers)
+        position, committed = 100, 1
+        executor.run_round(round_input(rows, position, 1, 6), drafts)
+        executor.run_round(round_input(rows, position, 1, 6), drafts)
         began = time.perf_counter()
         for step in range(64):
-            executor.run_round(round_input(rows, position, committed, 6), drafts, choosers)
+            executor.run_round(round_input(rows, position, committed, 6), drafts)
             committed = pattern[step % len(pattern)] + 1
             position += committed
         return time.perf_counter() - began

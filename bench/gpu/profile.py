@@ -34,22 +34,21 @@ SHAPES = ((4, 6, 300), (1, 1, 300), (4, 6, 1900), (4, 4, 300), (8, 4, 300))
 
 
 def verify_program(executor: TensorRtExecutor, rows: int, width: int, position: int) -> Program:
-    block, outputs = executor._block, executor._outputs
-    batch = round_input(rows, position, 1, executor._layout.max_verify)
-    block.fill_round(batch, width - 1, list(range(rows)), executor._parity)
+    machine, rounds, block = executor.machine, executor.rounds, executor.rounds.block
+    block.fill(round_input(rows, position, 1, block.width), width - 1, range(rows), [0] * block.num_slots)
     block.upload()
-    logits = np.random.default_rng(5).standard_normal((rows * width, executor._model.config.vocab_size)) * 3
-    executor._cuda.upload(logits.astype(np.float16), outputs._logits)
-    values = {**executor._state, **block.round_bindings(width), **outputs.round_bindings(rows, width)}
-    return executor._program(executor._recorder.verify(rows, width), values, rows, Mode.STEP)
+    logits = np.random.default_rng(5).standard_normal((rows * width, machine.model.config.vocab_size)) * 3
+    results = rounds.results.bindings(rows, width)
+    machine.cuda.upload(logits.astype(np.float16), results["logits"].pointer)
+    return rounds.lane.program(machine.recorder.verify(rows, width), results, rows, Mode.STEP)
 
 
 def prefill_program(executor: TensorRtExecutor, size: int) -> Program:
-    block, outputs = executor._block, executor._outputs
-    block.fill_prefill(0, PrefillChunk(np.zeros(size, np.int32), 128, 0))
-    block.upload()
-    values = {**executor._state, **block.prefill_bindings(), **outputs.prefill_bindings()}
-    return executor._program(executor._recorder.prefill(size), values, 1, Mode.PREFILL)
+    """For the stream of rounds, so that it is timed there."""
+    prompts, recorder = executor.prompts, executor.machine.recorder
+    prompts.block.fill(0, PrefillChunk(np.zeros(size, np.int32), 128, 0))
+    prompts.block.upload()
+    return prompts.lane.program(recorder.prefill(size), prompts.results.bindings, 1, Mode.PREFILL)
 
 
 def all_of(launches: list[Callable[[], None]]) -> Callable[[], None]:
@@ -66,7 +65,7 @@ def by_kind(executor: TensorRtExecutor, program: Program) -> Iterator[tuple[str,
     for label, launch in program.launches:
         kinds.setdefault(label, []).append(launch)
     yield "all", len(program.launches), graph_ms(executor, program.enqueue)
-    nothing = executor._parts.kernels.token_kernel("nothing", "")
+    nothing = executor.machine.parts.kernels.token_kernel("nothing", "")
     idle = [lambda: executor._cuda.run(nothing, (1, 1, 1), 32, ())] * len(program.launches)
     yield "empty", len(idle), graph_ms(executor, all_of(idle))
     for label, launches in kinds.items():

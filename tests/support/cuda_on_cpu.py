@@ -66,6 +66,7 @@ class CpuDevice:
 
     folder: Path
     num_blocks: int
+    stream: int = 0
     _kept: list[Array] = field(default_factory=list)
 
     def allocate(self, num_bytes: int, *, zero: bool = False) -> int:

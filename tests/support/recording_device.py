@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from edgellm_worker.engine.checkpoint.weights import Array
 
@@ -34,7 +35,22 @@ class RecordingDevice:
         self.block_shared_bytes = block_shared_bytes
         self.kernels: dict[str, RecordedKernel] = {}
         self.launched: list[tuple[str, tuple[float, ...]]] = []
+        self.stream = 0
+        self._num_streams = 1
         self._next = 1 << 20
+
+    def new_stream(self) -> int:
+        self._num_streams += 1
+        return self._num_streams - 1
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        usual, self.stream = self.stream, stream
+        yield
+        self.stream = usual
+
+    def event(self) -> IdleEvent:
+        return IdleEvent()
 
     def allocate(self, num_bytes: int, *, zero: bool = False) -> int:
         del zero
@@ -54,6 +70,20 @@ class RecordingDevice:
         self, kernel: RecordedKernel, _grid: tuple[int, int, int], _threads: int, arguments: tuple[float, ...]
     ) -> None:
         self.launched.append((kernel.signature, tuple(arguments)))
+
+
+class IdleEvent:
+    def record(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def hold_back(self) -> None:
+        pass
+
+    def seconds_since(self, _earlier: IdleEvent) -> float:
+        return 0.0
 
 
 class NoNetworks:

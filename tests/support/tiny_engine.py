@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,41 @@ class EagerExecutor(WatchedExecutor):
         return lambda: output
 
 
+def advanced(batch: RoundInput, drafts: np.ndarray, best: np.ndarray) -> RoundInput:
+    """What a round of rows that take the best score leaves for the next: drafts [B, K], best ids [B, K + 1]."""
+    pairs = np.zeros_like(best)
+    commit = np.zeros_like(batch.commit)
+    for row, (proposed, own) in enumerate(zip(drafts.tolist(), best.tolist(), strict=True)):
+        differing = [i for i, draft in enumerate(proposed) if draft != own[i]]
+        commit[row] = min(differing, default=len(proposed)) + 1
+        pairs[row, : commit[row]] = own[: commit[row]]
+    return RoundInput(pairs, commit, batch.position + commit, commit)
+
+
+class FollowingExecutor(EagerExecutor):
+    """And goes on by itself, before what it gave was read."""
+
+    follows = True
+    num_followed = 0
+
+    def start_round(self, batch: RoundInput, num_drafts: int, choosers: Any) -> StartedRound:
+        wait = super().start_round(batch, num_drafts, choosers)
+        self._last = (batch, wait(), choosers)
+        return wait
+
+    def follow_round(self, num_drafts: int) -> StartedRound:
+        before, output, choosers = self._last
+        rows, width = output.drafts.shape
+        scores = [[output.scores.read_logits(row, i).argmax() for i in range(width + 1)] for row in range(rows)]
+        batch = self.advanced(before, output.drafts, np.array(scores, np.int32))
+        self.num_followed += 1
+        wait = self.start_round(batch, num_drafts, choosers)
+        return lambda: replace(wait(), followed=batch)
+
+    def advanced(self, batch: RoundInput, drafts: np.ndarray, best: np.ndarray) -> RoundInput:
+        return advanced(batch, drafts, best)
+
+
 def watch(engine: SpeculativeEngine, kind: type[WatchedExecutor] = WatchedExecutor) -> WatchedExecutor:
     """Put a watcher between the engine and its executor."""
     watched = kind(engine._executor)
@@ -192,8 +227,6 @@ class ScriptedDraftLength(FixedDraftLength):
 
 
 def script_drafts(engine: SpeculativeEngine, lengths: Sequence[int]) -> ScriptedDraftLength:
-    from dataclasses import replace
-
     script = ScriptedDraftLength(lengths)
     engine._options = replace(engine._options, draft_length=script)
     return script
@@ -239,8 +272,6 @@ def logits_of(model: Model, ops: NumpyOps, token_ids: Sequence[int]) -> np.ndarr
 
 def draft_chain(token_ids: Sequence[int], num_drafts: int, *, feeds_back_before_norm: bool = False) -> tuple[int, ...]:
     """The head's greedy drafts after `token_ids`, everything computed anew. The flag is the published mistake."""
-    from dataclasses import replace
-
     from edgellm_worker.engine.models.layers import Norm
 
     model, ops = tiny_model(), NumpyOps()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,9 +13,10 @@ from edgellm_worker.engine.api import FinishReason, GenerationRequest, Phase, Sa
 from edgellm_worker.engine.errors import CapacityError, EngineError, RequestError
 from edgellm_worker.engine.ops.api import KvDtype
 from edgellm_worker.engine.ops.reference import NumpyOps
-from edgellm_worker.engine.runtime.executor import RoundOutput, attended_length
+from edgellm_worker.engine.runtime.executor import RoundInput, RoundOutput, attended_length
 from tests.support.tiny_engine import (
     EagerExecutor,
+    FollowingExecutor,
     WatchedExecutor,
     generate,
     greedy,
@@ -218,17 +220,87 @@ def test_a_row_removed_while_its_round_is_under_way_is_not_heard_of_again():
     assert tuple(text) == PROMPTS[3].generated_ids[1 : 1 + len(text)]
 
 
-def test_a_row_that_joins_during_a_round_is_read_right_after_it():
+@pytest.mark.parametrize("kind", [EagerExecutor, FollowingExecutor])
+def test_a_row_that_joins_during_a_round_is_read_beside_the_next(kind):
     engine = tiny_engine(2, 3)
-    watched = watch(engine, EagerExecutor)
+    watched = watch(engine, kind)
     engine.add(0, greedy(PROMPTS[0], 60))
     engine.step()
     engine.step()
     engine.add(1, greedy(PROMPTS[1], 8))
     num_rounds = len(watched.rounds)
     assert [update.row_id for update in engine.step().updates] == [0]
-    assert len(watched.rounds) == num_rounds
+    assert len(watched.rounds) == num_rounds + 1
     assert engine.step().num_prefill_tokens == len(PROMPTS[1].prompt_ids)
+    assert len(watched.rounds) == num_rounds + 1
+    assert [update.row_id for update in engine.step().updates] == [0]
+    assert [update.row_id for update in engine.step().updates] == [0, 1]
+
+
+def followed_after(requests: Sequence[GenerationRequest], num_steps: int) -> tuple[int, dict[int, tuple[int, ...]]]:
+    """How many rounds followed by themselves, and the texts so far."""
+    engine = tiny_engine(3, 3)
+    watched = watch(engine, FollowingExecutor)
+    tokens: dict[int, tuple[int, ...]] = {}
+    for row_id, request in enumerate(requests):
+        engine.add(row_id, request)
+    for _ in range(num_steps):
+        for update in engine.step().updates:
+            tokens[update.row_id] = tokens.get(update.row_id, ()) + update.token_ids
+    assert isinstance(watched, FollowingExecutor)
+    return watched.num_followed, tokens
+
+
+def test_rounds_of_greedy_rows_follow_before_the_one_before_is_known():
+    """The first step reads the prompts, the second has a round under way and one behind it."""
+    num_followed, tokens = followed_after([greedy(PROMPTS[i], 60) for i in range(3)], 8)
+    assert num_followed == 7
+    assert all(tokens[i] == PROMPTS[i].generated_ids[: len(tokens[i])] for i in range(3))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.8, top_k=20, seed=1),
+        SamplingParams(logit_bias={5: -1.0}),
+        SamplingParams(presence_penalty=0.5),
+        SamplingParams(top_logprobs=100),
+    ],
+)
+def test_no_round_follows_where_one_row_needs_the_host(params: SamplingParams):
+    requests = [greedy(PROMPTS[0], 60), replace(greedy(PROMPTS[1], 60), sampling=params)]
+    assert followed_after(requests, 6)[0] == 0
+
+
+def test_no_round_follows_one_in_which_a_row_may_end_by_its_length():
+    """Four tokens a round at most, and one from the prompt: nine leave eight."""
+    plain = replace(greedy(PROMPTS[0], 60), eos_token_ids=frozenset())
+    assert followed_after([plain, replace(plain, max_new_tokens=6)], 2)[0] == 1
+    assert followed_after([plain, replace(plain, max_new_tokens=5)], 2)[0] == 0
+
+
+def test_log_probabilities_are_those_of_rounds_that_wait_for_the_host():
+    params = SamplingParams(top_logprobs=2)
+    request = replace(greedy(PROMPTS[0], 30), sampling=params)
+    waiting, following = tiny_engine(1, 3), tiny_engine(1, 3)
+    watched = watch(following, FollowingExecutor)
+    assert updates_of(following, request) == updates_of(waiting, request)
+    assert watched.num_followed > 4
+
+
+def test_an_executor_that_goes_on_from_something_else_is_found_out():
+    class Mistaken(FollowingExecutor):
+        def advanced(self, batch: RoundInput, drafts: np.ndarray, best: np.ndarray) -> RoundInput:
+            right = super().advanced(batch, drafts, best)
+            return replace(right, commit=right.commit - 1)
+
+    engine = tiny_engine(1, 3)
+    watch(engine, Mistaken)
+    engine.add(0, greedy(PROMPTS[0], 60))
+    engine.step()
+    engine.step()
+    with pytest.raises(EngineError, match="row 0: the executor went on from"):
+        engine.step()
 
 
 def test_a_slot_is_clean_after_a_row_that_filled_it_with_nan():

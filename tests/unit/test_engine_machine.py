@@ -12,6 +12,7 @@ from edgellm_worker.engine.api import FinishReason, GenerationRequest
 from edgellm_worker.engine.runtime.speculative import SpeculativeEngine
 from tests.support.tiny_engine import (
     EagerExecutor,
+    FollowingExecutor,
     ScriptedDraftLength,
     WatchedExecutor,
     greedy,
@@ -122,3 +123,13 @@ class RowsAhead(Rows):
 
 RowsAhead.TestCase.settings = Rows.TestCase.settings
 TestRowsAhead = RowsAhead.TestCase
+
+
+class RowsTwoAhead(Rows):
+    """And where rounds of greedy rows start before the one before is known: what is asked falls into two at once."""
+
+    kind = FollowingExecutor
+
+
+RowsTwoAhead.TestCase.settings = Rows.TestCase.settings
+TestRowsTwoAhead = RowsTwoAhead.TestCase

@@ -85,7 +85,7 @@ def test_what_is_planned_for_the_27b_is_what_a_start_allocates(
     spec = EngineSpec(slots, capacity, verify, KvDtype.FP8, packs=True, lowering=lowering)
     plan = plan_memory(large, spec)
     beside = allocated(large, spec) - (plan.kv_cache_bytes + plan.recurrent_state_bytes + plan.pending_bytes)
-    assert beside <= plan.workspace_bytes <= 1.4 * beside
+    assert beside <= plan.workspace_bytes <= 1.6 * beside
 
 
 @pytest.mark.parametrize("lowering", Lowering)

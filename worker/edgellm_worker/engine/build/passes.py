@@ -1,6 +1,6 @@
 """The passes a TensorRT engine runs, recorded from the models: what is built, and what the executor replays.
 
-    prefill      one row, N prompt tokens, folded at the end; hidden of all, scores of the last
+    prefill      one row, N prompt tokens, folded at the end; hidden of all, the best candidates behind the last
     draft fill   the draft head over a prefill chunk's pairs: its cache only
     draft first  the draft head over a round's newly committed pairs, then the first draft
     draft next   one more draft from the one before
@@ -92,7 +92,8 @@ class Recorder:
             if isinstance(state, DeltaNetState):
                 fold(ops, state, last)
         row = ops.gather_rows(hidden, ops.input("last_row", (1, 1), Dtype.INT32))
-        return _folds_early(ops.graph({"hidden": hidden, "last_hidden": row, "logits": base.logits(ops, row)}))
+        scores = self._scores(ops, base.logits(ops, row))
+        return _folds_early(ops.graph({"hidden": hidden, "last_hidden": row, **scores}))
 
     def draft_fill(self, num_tokens: int) -> Graph:
         ops, mtp = TensorRtOps(self._read), self._draft_head()
@@ -127,10 +128,7 @@ class Recorder:
         ids = ops.input("ids", (batch, num_tokens), Dtype.INT32)
         start, commit = (ops.input(name, (batch,), Dtype.INT32) for name in ("start", "commit"))
         hidden, _ = base.run(ops, ids, self._memory(ops), start, commit)
-        logits = base.logits(ops, hidden)
-        values, best = ops.top_k(logits, min(NUM_CANDIDATES, self._model.config.vocab_size))
-        lse = ops.log_sum_exp(logits)
-        outputs = {"logits": logits, "values": values, "best": best, "log_sum_exp": lse}
+        outputs = self._scores(ops, base.logits(ops, hidden))
         return ops.graph({"verified": hidden, **outputs} if self._model.mtp is not None else outputs)
 
     def all(self, chunk: int) -> dict[str, Graph]:
@@ -143,6 +141,10 @@ class Recorder:
             graphs["draft idle"] = self.draft_first(rows, is_chosen=False)
             graphs["draft next"] = self.draft_next(rows)
         return graphs
+
+    def _scores(self, ops: TensorRtOps, logits: Value) -> dict[str, Value]:
+        values, best = ops.top_k(logits, min(NUM_CANDIDATES, self._model.config.vocab_size))
+        return {"logits": logits, "values": values, "best": best, "log_sum_exp": ops.log_sum_exp(logits)}
 
     def _draft_head(self) -> Mtp:
         if self._model.mtp is None:

@@ -1,16 +1,18 @@
 """Device memory of passes beside weights and state, from their recordings: what `plan` counts before there is a GPU.
 
-    values    the arena that all passes share: as large as the largest one's
+    values    the arenas of prompts and of rounds: each as large as the largest pass's
     results   hidden states, logits, candidates, and the integers that steer a pass
     scratch   what blocks of a kernel that share their work leave for each other, and what networks hold inside
 
-A prompt's passes do not depend on the batch and a round's grow with it, so one recording serves all batch sizes.
+Prompts and rounds may run at the same time, so that all of this is there for each. A prompt's passes do not depend on
+the batch and a round's grow with it, so one recording serves all batch sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -64,10 +66,8 @@ class PassBytes:
 
 def workspace_bytes(model: Model, spec: EngineSpec, passes: PassBytes) -> int:
     """`model` with a draft head only where there is room for drafts."""
-    rows = spec.max_batch_size * spec.max_verify
-    most_rows = max(rows, spec.prefill_chunk)
-    values = max(passes.prompt_values, spec.max_batch_size * passes.slot_values)
-    return values + _results(model.config, spec, rows, most_rows) + _scratch(model.config, spec, passes)
+    values = passes.prompt_values + spec.max_batch_size * passes.slot_values
+    return values + _results(model.config, spec) + _scratch(model.config, spec, passes)
 
 
 def _values(graphs: Iterable[Graph], lowering: Lowering) -> int:
@@ -86,30 +86,35 @@ def _num_bytes(value: Value) -> int:
     return int(np.prod(value.shape)) * value.dtype.num_bytes
 
 
-def _results(config: ModelConfig, spec: EngineSpec, rows: int, most_rows: int) -> int:
-    hidden = 2 * config.hidden_size * (most_rows + rows + 1 + 2 * spec.max_batch_size)
-    scores = rows * (2 * config.vocab_size + 4 * (2 * min(NUM_CANDIDATES, config.vocab_size) + 1))
-    steering = 4 * (6 * spec.max_batch_size + 2 * rows + most_rows + spec.prefill_chunk)
+def _results(config: ModelConfig, spec: EngineSpec) -> int:
+    slots, chunk = spec.max_batch_size, spec.prefill_chunk
+    rows = slots * spec.max_verify
+    hidden = 2 * config.hidden_size * (chunk + 1 + 2 * rows + 2 * slots)
+    scores = (rows + 1) * (2 * config.vocab_size + 4 * (2 * min(NUM_CANDIDATES, config.vocab_size) + 1))
+    steering = 4 * (6 * slots + 3 * rows + 5 + slots + 2 * chunk)
     return hidden + scores + steering
 
 
 def _scratch(config: ModelConfig, spec: EngineSpec, passes: PassBytes) -> int:
-    candidates = 8 * spec.max_batch_size * spec.max_verify * (NUM_CANDIDATES + 1) * -(-config.vocab_size // 4096)
+    rows = spec.max_batch_size * spec.max_verify
+    candidates = 8 * (rows + 1) * (NUM_CANDIDATES + 1) * -(-config.vocab_size // 4096)
     packed = Variant(is_fp4=True, x_tiles=6).partial_bytes if passes.packs else 0
     dense = _PRODUCT_BYTES if spec.lowering is Lowering.PRODUCTS else 0
     blocks = _BLOCKS * _MULTIPROCESSORS
     network = max(passes.prompt_network, spec.max_batch_size * passes.slot_network)
-    return _attention(config, spec) + candidates + blocks * (packed + dense) + network
+    return _attention(config, spec) + candidates + 2 * (blocks * (packed + dense) + network)
 
 
 def _attention(config: ModelConfig, spec: EngineSpec) -> int:
-    """Partial results of the prompt piece and of the step that leave most."""
+    """Partial results of the prompt pieces that leave most, long and short, and of the largest round."""
     attention, capacity = config.attention, spec.max_kv_cache_capacity
     heads = (attention.num_heads, attention.head_dim)
     prompts = [(1, size, *heads) for size in prompt_sizes(spec.prefill_chunk)]
     round_ = (spec.max_batch_size, spec.max_verify, *heads)  # by the prompt's kernel where no step's has such heads
-    steps = ((1, STEP_TOKENS, *heads), round_)
-    return max(
-        split.num_bytes
-        for split in (AttentionSplit.of_prompt(q, attention.num_kv_heads, capacity) for q in (*prompts, round_))
-    ) + max(split.num_bytes for split in (AttentionSplit.of_step(q, attention.num_kv_heads, capacity) for q in steps))
+    of_prompt, of_step = (
+        partial(make, num_kv_heads=attention.num_kv_heads, capacity=capacity)
+        for make in (AttentionSplit.of_prompt, AttentionSplit.of_step)
+    )
+    longest = max(of_prompt(q).num_bytes for q in prompts)
+    largest_round = max(of_prompt(round_).num_bytes, of_step(round_).num_bytes)
+    return longest + of_step((1, STEP_TOKENS, *heads)).num_bytes + largest_round

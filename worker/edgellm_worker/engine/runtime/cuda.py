@@ -25,7 +25,9 @@ _ALIGNMENT = 256
 
 
 class Cuda:
-    """One device, its primary context, one stream. Use as a context manager."""
+    """One device, its primary context, and the stream that everything goes to; `on` chooses another for a while. Use as
+    a context manager.
+    """
 
     def __init__(self, ordinal: int = 0) -> None:
         try:
@@ -43,6 +45,8 @@ class Cuda:
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         self._call("cuCtxSetCurrent", self._context)
         self.stream = self._call("cuStreamCreate", 1)
+        self._streams = [self.stream]
+        self._events: list[Any] = []
         self._allocations: list[int] = []
         self._pinned: list[int] = []
         self._modules: list[Any] = []
@@ -59,14 +63,18 @@ class Cuda:
         """Frees in the reverse order of need: work, kernels, memory, stream, context."""
         if self._context is None:
             return
-        self._call("cuStreamSynchronize", self.stream)
+        for stream in self._streams:
+            self._call("cuStreamSynchronize", stream)
+        for event in self._events:
+            self._call("cuEventDestroy", event)
         for module in self._modules:
             self._call("cuModuleUnload", module)
         for pointer in self._allocations:
             self._call("cuMemFree", pointer)
         for pointer in self._pinned:
             self._call("cuMemFreeHost", pointer)
-        self._call("cuStreamDestroy", self.stream)
+        for stream in self._streams:
+            self._call("cuStreamDestroy", stream)
         self._call("cuDevicePrimaryCtxRelease", self._device)
         self._context = None
 
@@ -160,6 +168,25 @@ class Cuda:
     def synchronize(self) -> None:
         self._call("cuStreamSynchronize", self.stream)
 
+    # --- streams ---
+
+    def new_stream(self) -> Any:
+        self._streams.append(self._call("cuStreamCreate", 1))
+        return self._streams[-1]
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Work goes to `stream` inside the block."""
+        usual, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = usual
+
+    def event(self) -> Event:
+        self._events.append(self._call("cuEventCreate", 0))
+        return Event(self._events[-1], self, self._call)
+
     # --- graphs and time ---
 
     def capture(self, record: Callable[[], None]) -> Graph:
@@ -245,6 +272,30 @@ class Cuda:
 
 
 _ARGUMENT_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
+
+
+class Event:
+    """A place in a stream's work, recorded anew each time."""
+
+    def __init__(self, handle: Any, cuda: Cuda, call: Callable[..., Any]) -> None:
+        self.handle = handle
+        self._cuda = cuda
+        self._call = call
+
+    def record(self) -> None:
+        self._call("cuEventRecord", self.handle, self._cuda.stream)
+
+    def wait(self) -> None:
+        """Until the device has come there."""
+        self._call("cuEventSynchronize", self.handle)
+
+    def hold_back(self) -> None:
+        """What the stream is given from now on starts after it; at once where it was never recorded."""
+        self._call("cuStreamWaitEvent", self._cuda.stream, self.handle, 0)
+
+    def seconds_since(self, earlier: Event) -> float:
+        """Of device time. Both must be over."""
+        return 1e-3 * float(self._call("cuEventElapsedTime", earlier.handle, self.handle))
 
 
 class Graph:

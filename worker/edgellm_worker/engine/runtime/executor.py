@@ -12,6 +12,9 @@
 Per row and round, with n = num_pairs: the head's first pass makes entries p-n .. p-1 from (base hidden, pair token),
 its last output is the first draft; draft step j makes the provisional entry p-1+j. Provisional entries are overwritten
 in the next round, also when all drafts were accepted (entry p+K-1 would not even exist otherwise).
+
+Where every row takes the best raw score, a round says all that the next one needs: how many drafts are accepted, and
+pairs, num_pairs, position and commit with that. An executor that `follows` works that out by itself and runs on.
 """
 
 from __future__ import annotations
@@ -60,12 +63,15 @@ class RoundInput:
 
 @dataclass(frozen=True, slots=True)
 class RoundOutput:
-    """`drafts` int32 [B, K]; scores of K + 1 positions. Seconds spent in the two models."""
+    """`drafts` int32 [B, K]; scores of K + 1 positions. Seconds spent in the two models. `followed`: what the executor
+    took the round to start from, where it worked that out by itself.
+    """
 
     drafts: Int
     scores: RoundScores
     draft_s: float
     verify_s: float
+    followed: RoundInput | None = None
 
 
 StartedRound = Callable[[], RoundOutput]
@@ -87,7 +93,13 @@ class Executor(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a round that was started runs by itself, so that starting it early hides the host's work."""
+        """Whether a round that was started runs by itself, so that starting it early hides the host's work, and prompts
+        may be read beside it.
+        """
+
+    @property
+    def follows(self) -> bool:
+        """Whether `follow_round` can be had."""
 
     def clear(self, slot: int) -> None:
         """Forget the slot's row: the next one starts from zeros."""
@@ -97,15 +109,20 @@ class Executor(Protocol):
 
     def prefill(self, slot: int, chunk: PrefillChunk) -> RoundScores | None:
         """Run and commit part of a prompt; when it ends here the scores of the token after it, of one row's one
-        position. Never while a round is under way.
+        position. While a round of other rows is under way only where the executor runs ahead.
         """
 
     def start_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> StartedRound:
         """Draft `num_drafts` tokens per row (0: none, the head just keeps up), then verify them.
 
-        Every round is waited for before the next piece of work. Until then slots may be cleared, and swapped where the
+        Every round is waited for before the next is started. Until then slots may be cleared, and swapped where the
         executor runs ahead: the round is of the rows that were there when it was started. An executor that drafts on
         the device may ignore the choosers and take argmax drafts.
+        """
+
+    def follow_round(self, num_drafts: int) -> StartedRound:
+        """The next round of the same rows, before the one under way is waited for: it starts from the tokens that this
+        one gives when each row takes the best raw score. At most one; logits of the round before cannot be read then.
         """
 
     def close(self) -> None: ...

@@ -52,6 +52,10 @@ class NumpyExecutor:
     def runs_ahead(self) -> bool:
         return False
 
+    @property
+    def follows(self) -> bool:
+        return False
+
     def clear(self, slot: int) -> None:
         self._state.clear(slot)
 
@@ -82,6 +86,9 @@ class NumpyExecutor:
     def start_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> StartedRound:
         """Nothing runs before it is waited for: there is nobody else to run it."""
         return partial(self._run_round, batch, num_drafts, choosers)
+
+    def follow_round(self, num_drafts: int) -> StartedRound:
+        raise NotImplementedError("nothing runs before it is waited for")
 
     def _run_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> RoundOutput:
         began = time.perf_counter()

@@ -77,15 +77,15 @@ class Operands:
 
 
 class PackedLinear:
-    """Scratch for partial sums is shared: calls run one at a time. It is as large as a variant can ever need, so that
-    one allocation serves products of every shape.
+    """Scratch for partial sums is shared by the calls prepared for a stream: they run one at a time. It is as large as
+    a variant can ever need, so that one allocation serves products of every shape.
     """
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._kernels: dict[Variant, tuple[Kernel, int]] = {}
-        self._partial: list[tuple[int, int]] = []
-        self._arrived: list[tuple[int, int]] = []
+        self._partial: list[tuple[int, int, int]] = []
+        self._arrived: list[tuple[int, int, int]] = []
 
     def prepare(self, operands: Operands, *, is_fp4: bool) -> Launch:
         variant = variant_for(operands.m, is_fp4=is_fp4)
@@ -108,10 +108,11 @@ class PackedLinear:
             self._kernels[variant] = (kernel, self._cuda.resident_blocks(kernel, _THREADS))
         return self._kernels[variant]
 
-    def _place(self, kept: list[tuple[int, int]], num_bytes: int) -> int:
+    def _place(self, kept: list[tuple[int, int, int]], num_bytes: int) -> int:
         """Zeros at first. Addresses stay: captured graphs hold them."""
-        for size, pointer in kept:
-            if size >= num_bytes:
+        stream = int(self._cuda.stream)
+        for its_stream, size, pointer in kept:
+            if its_stream == stream and size >= num_bytes:
                 return pointer
-        kept.append((num_bytes, self._cuda.allocate(num_bytes, zero=True)))
-        return kept[-1][1]
+        kept.append((stream, num_bytes, self._cuda.allocate(num_bytes, zero=True)))
+        return kept[-1][2]

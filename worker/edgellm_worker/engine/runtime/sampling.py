@@ -92,6 +92,7 @@ class RowSampler:
         "_params",
         "draws_ahead",
         "has_memory",
+        "is_plain",
         "needs_dense",
         "penalties",
         "rule",
@@ -107,6 +108,8 @@ class RowSampler:
     draws_ahead: Final[bool]
     """Whether the tokens of several positions can be drawn before the first is committed."""
     wants_logprobs: Final[bool]
+    is_plain: Final[bool]
+    """Whether it draws the best raw score, whatever was emitted, and candidates do for it."""
 
     def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], grammar: Grammar | None = None) -> None:
         """`grammar`, at its start, is the row's from now on."""
@@ -126,6 +129,7 @@ class RowSampler:
         is_wide = (params.top_logprobs or 0) > NUM_CANDIDATES
         self.needs_dense = is_wide or not _may_be_narrow(params) or not self.penalties.only_lower
         self.draws_ahead = not self.needs_dense and grammar is None
+        self.is_plain = self.draws_ahead and self.penalties.is_neutral and not params.temperature
 
     def commit(self, token_id: int) -> None:
         """The token became output: it counts in the penalties and the grammar from now on."""

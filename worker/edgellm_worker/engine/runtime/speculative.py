@@ -10,8 +10,10 @@ While both have work they alternate, so a long prompt never stops rows that run.
 each round, and every round folds what the one before committed, so it may be anything from 0 to the most reserved.
 
 Where the executor runs by itself, the next round is started as soon as the tokens of the last are known, and the
-report is made while it runs. What is asked in between acts as it always does: a row that was removed is gone, and what
-its part of the round under way gives is dropped; a row that was added is read when that round is done.
+report is made while it runs; the next prompt is read beside it. Where it can also tell by itself what greedy rows
+accept, the next round follows before the tokens of the last are known. They are settled here all the same, and what the
+executor went by is held against that. What is asked in between acts as it always does: a row that was removed is gone,
+and what its part of the rounds under way gives is dropped; a row that was added joins after the round under way.
 
 Rows are independent: each has its own sampler, its noise depends on its seed and positions alone, and one whose scores
 are not numbers fails by itself.
@@ -119,12 +121,13 @@ class SpeculativeEngine:
         if self._under_way is not None and not rows.running:
             dropped, self._under_way = self._under_way, None  # all its rows were removed
             dropped.wait()
-        is_prefill = rows.prefilling and (self._is_prefill_turn or not rows.running)
-        if is_prefill and self._under_way is None:
+        if rows.prefilling and (self._is_prefill_turn or not rows.running):
             self._is_prefill_turn = False
             return self._prefill_step()
-        self._is_prefill_turn = True
-        return self._round_step()
+        report = self._round_step()
+        # A prompt is read beside a round without the slot it gets, so not beside one that began before it was added.
+        self._is_prefill_turn = self._under_way is None or bool(rows.prefilling)
+        return report
 
     # --- prefill ---
 
@@ -160,8 +163,10 @@ class SpeculativeEngine:
         current, self._under_way = self._under_way or self._start_round(), None
         if current is None:
             return self._report([], 0, {})
+        following = self._follow(current)
         output = current.wait()
         began = time.perf_counter()
+        self._require_agreement(current.rows, output.followed)
         accepted = accept_rows(current.rows, output.drafts, output.scores)
         settled = [
             (row, a, self._settle(row, a))
@@ -170,8 +175,9 @@ class SpeculativeEngine:
         ]
         sample_s = time.perf_counter() - began
         self._options.draft_length.observe(_observation(accepted, current.num_drafts, output, sample_s))
-        if self._executor.runs_ahead and not self._rows.prefilling:
-            self._under_way = self._start_round()
+        if following is None and self._executor.runs_ahead:
+            following = self._start_round()
+        self._under_way = following
         updates = [_update(*row, num_drafted=current.num_drafts) for row in settled]
         phase_s = {Phase.DRAFT: output.draft_s, Phase.VERIFY: output.verify_s, Phase.SAMPLE: sample_s}
         num_rows = len(settled) + len(self._rows.prefilling)
@@ -182,13 +188,40 @@ class SpeculativeEngine:
         rows = tuple(self._rows.running)
         if not rows:
             return None
-        most = self._options.limits.num_speculative_tokens
-        num_drafts = self._options.draft_length.choose(len(rows)) if self._executor.can_draft else 0
-        if not 0 <= num_drafts <= most:
-            raise EngineError(f"a draft length of {num_drafts} was chosen; memory is reserved for {most}")
+        num_drafts = self._num_drafts(len(rows))
         return _Round(
             rows, num_drafts, self._executor.start_round(_round_input(rows), num_drafts, [row.draft for row in rows])
         )
+
+    def _follow(self, current: _Round) -> _Round | None:
+        """The round after one under way; None where the host must first see what that gives: for rows that draw by more
+        than the best score, that may end by their length, that left, or that wait to join.
+        """
+        rows, num_tokens = current.rows, current.num_drafts + 1
+        if not self._executor.follows or self._rows.prefilling or rows != tuple(self._rows.running):
+            return None
+        if not all(row.surely_outlives(num_tokens) for row in rows):
+            return None
+        num_drafts = self._num_drafts(len(rows))
+        return _Round(rows, num_drafts, self._executor.follow_round(num_drafts))
+
+    def _num_drafts(self, num_rows: int) -> int:
+        most = self._options.limits.num_speculative_tokens
+        num_drafts = self._options.draft_length.choose(num_rows) if self._executor.can_draft else 0
+        if not 0 <= num_drafts <= most:
+            raise EngineError(f"a draft length of {num_drafts} was chosen; memory is reserved for {most}")
+        return num_drafts
+
+    def _require_agreement(self, rows: Sequence[Row], followed: RoundInput | None) -> None:
+        """`followed`: what the executor started a round of these rows from, by itself."""
+        if followed is None:
+            return
+        steering = (followed.num_pairs, followed.position, followed.commit)
+        numbers = np.column_stack((*steering, followed.pairs)).tolist()
+        for row, (count, position, commit, *pairs) in zip(rows, numbers, strict=True):
+            its, own = (tuple(pairs[:count]), position, commit), (row.pairs, row.position, row.commit)
+            if self._rows.holds(row) and own != its:
+                raise EngineError(f"row {row.row_id}: the executor went on from {its}, the tokens are {own}")
 
     def _settle(self, row: Row, accepted: Accepted | RowError) -> FinishReason | None:
         """Note what the next round has to fold and to show the draft head; a finished row is gone.

@@ -1,109 +1,114 @@
-"""The block of integers that steers a pass: filled on the host, copied to the device as the pass begins.
+"""The integers that steer passes: filled on the host and copied to the device before a pass, or written there by the
+end of the pass before (kernels/advance.cu).
 
-    slots [B]  parity [S]  start [B]  commit [B]  draft_start [B]  last_row [B]  next_start [K, B]  pairs [B, P]
-    ids [B, K+1] or one prompt chunk    next_ids [chunk]    count, nothing
+    rounds     slots [B]  parity [S]  start [B]  commit [B]  draft_start [B]  last_row [B]  next_start [P, B]
+               pairs [B, P]  ids [B, K+1]
+    prompts    slots [1]  parity [S]  start [1]  count, nothing, last_row [1]  ids and next_ids [chunk]
 
-It is one allocation with offsets fixed for the largest pass: one copy carries everything, addresses never change.
+A block is one allocation with offsets fixed for the largest pass: one copy carries everything, addresses never change.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from edgellm_worker.engine.build.passes import StateLayout
 from edgellm_worker.engine.checkpoint.weights import Array
-from edgellm_worker.engine.runtime.cuda import Cuda
-from edgellm_worker.engine.runtime.executor import PrefillChunk, RoundInput
-from edgellm_worker.engine.runtime.tensorrt_kernels import Binding
+from edgellm_worker.engine.runtime.executor import Int, PrefillChunk, RoundInput
+from edgellm_worker.engine.runtime.tensorrt_place import Binding
+
+if TYPE_CHECKING:
+    from edgellm_worker.engine.runtime.cuda import Cuda
+
+_STEERING = ("start", "commit", "draft_start", "last_row")
 
 
-class Block:
-    def __init__(self, cuda: Cuda, layout: StateLayout, prefill_chunk: int) -> None:
+class Integers:
+    """Named int32 arrays, page-locked on the host and again on the device."""
+
+    def __init__(self, cuda: Cuda, sizes: Mapping[str, int]) -> None:
         self._cuda = cuda
-        self._width = layout.max_verify
-        rows = layout.num_slots
-        sizes = {
-            "slots": rows,
-            "parity": rows,
-            "start": rows,
-            "commit": rows,
-            "draft_start": rows,
-            "last_row": rows,
-            "count": 1,
-            "nothing": 1,
-            "next_start": rows * layout.max_verify,
-            "pairs": rows * layout.max_verify,
-            "ids": max(rows * layout.max_verify, prefill_chunk),
-            "next_ids": prefill_chunk,
-        }
-        total = sum(sizes.values())
-        self._host: Array = cuda.pinned((total,), np.int32)
-        self._host[:] = 0
-        self._device = cuda.allocate(4 * total)
-        self._views: dict[str, Array] = {}
-        self._pointers: dict[str, int] = {}
+        self.host: Array = cuda.pinned((sum(sizes.values()),), np.int32)
+        self.host[:] = 0
+        self.device = cuda.allocate(self.host.nbytes)
+        self._places: dict[str, tuple[int, int]] = {}
         offset = 0
         for name, size in sizes.items():
-            self._views[name] = self._host[offset : offset + size]
-            self._pointers[name] = self._device + 4 * offset
+            self._places[name] = (offset, size)
             offset += size
-        self._num_rows = rows
-        self._indices = np.arange(rows)
+        self.bindings = {name: Binding(self.pointer(name)) for name in sizes}
 
-    @property
-    def slots(self) -> int:
-        return self._pointers["slots"]
+    def pointer(self, name: str) -> int:
+        return self.device + 4 * self._places[name][0]
 
-    @property
-    def parity(self) -> int:
-        return self._pointers["parity"]
+    def view(self, name: str, array: Array | None = None) -> Array:
+        """Of the host's array, or of a copy of the device's."""
+        offset, size = self._places[name]
+        return (self.host if array is None else array)[offset : offset + size]
 
-    @property
-    def ids(self) -> int:
-        return self._pointers["ids"]
+    def upload(self) -> None:
+        self._cuda.upload_async(self.host, self.device)
+
+
+class RoundBlock(Integers):
+    def __init__(self, cuda: Cuda, layout: StateLayout) -> None:
+        rows, width = layout.num_slots, layout.max_verify
+        few = dict.fromkeys(("slots", "parity", *_STEERING), rows)
+        super().__init__(cuda, {**few, "next_start": rows * width, "pairs": rows * width, "ids": rows * width})
+        self.num_slots, self.width = rows, width
+        begin, _ = self._places[_STEERING[0]]
+        self._steering = self.host[begin : begin + len(_STEERING) * rows].reshape(len(_STEERING), rows)
+        self._next_start = self.view("next_start").reshape(width, rows)
+        self._later = np.arange(max(width - 2, 0), dtype=np.int32)[:, None]
+        self._rows = np.arange(rows)
+
+    def ids(self, position: int) -> int:
+        """Where the verified token of each row at `position` lies: 0 the last committed one, then the drafts."""
+        return self.pointer("ids") + 4 * position
 
     def next_start(self, step: int) -> int:
         """The positions of the entries that draft `step` (from 1) makes."""
-        return self._pointers["next_start"] + 4 * self._num_rows * step
+        return self.pointer("next_start") + 4 * self.num_slots * step
 
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._views)
+    def fill(self, batch: RoundInput, num_drafts: int, slots: Sequence[int], parity: Sequence[int]) -> None:
+        rows = len(slots)
+        self.view("slots")[:rows] = slots
+        self.view("parity")[:] = parity
+        steering = (batch.position, batch.commit, batch.position - batch.num_pairs, batch.num_pairs - 1)
+        self._steering[:, :rows] = steering
+        if num_drafts > 1:
+            self._next_start[1:num_drafts, :rows] = batch.position + self._later[: num_drafts - 1]
+        pairs = self.view("pairs")[: rows * self.width].reshape(rows, self.width)
+        pairs[:, : batch.pairs.shape[1]] = batch.pairs[:, : self.width]
+        ids = self.view("ids")[: rows * (num_drafts + 1)].reshape(rows, num_drafts + 1)
+        ids[:, 0] = batch.pairs[self._rows[:rows], batch.num_pairs - 1]
 
-    def upload(self) -> None:
-        self._cuda.upload_async(self._host, self._device)
+    def read(self, copy: Array, num_rows: int, num_drafts: int) -> tuple[RoundInput, Int]:
+        """What a round was steered by, and its drafts [B, K], from a copy of the device's array."""
+        pairs = self.view("pairs", copy)[: num_rows * self.width].reshape(num_rows, self.width)
+        last_row, start, commit = (self.view(name, copy)[:num_rows] for name in ("last_row", "start", "commit"))
+        ids = self.view("ids", copy)[: num_rows * (num_drafts + 1)].reshape(num_rows, num_drafts + 1)
+        return RoundInput(pairs, last_row + 1, start, commit), ids[:, 1:]
 
-    def prefill_bindings(self) -> dict[str, Binding]:
-        return {name: Binding(pointer) for name, pointer in self._pointers.items()}
 
-    def round_bindings(self, width: int) -> dict[str, Binding]:
-        del width
-        return {name: Binding(pointer) for name, pointer in self._pointers.items()}
+class PromptBlock(Integers):
+    def __init__(self, cuda: Cuda, layout: StateLayout, prefill_chunk: int) -> None:
+        one = dict.fromkeys(("slots", "start", "last_row", "count", "nothing"), 1)
+        super().__init__(cuda, {**one, "parity": layout.num_slots, "ids": prefill_chunk, "next_ids": prefill_chunk})
 
-    def fill_prefill(self, slot: int, chunk: PrefillChunk) -> None:
-        views, count = self._views, len(chunk.ids)
-        views["slots"][0] = slot
-        views["start"][0] = chunk.start
-        views["count"][0] = count
-        views["last_row"][0] = count - 1
-        views["ids"][:] = 0
-        views["ids"][:count] = chunk.ids
-        views["next_ids"][:] = 0
-        views["next_ids"][: count - 1] = chunk.ids[1:]
+    def fill(self, slot: int, chunk: PrefillChunk) -> None:
+        count = len(chunk.ids)
+        ids, next_ids = self.view("ids"), self.view("next_ids")
+        self.view("slots")[0] = slot
+        self.view("start")[0] = chunk.start
+        self.view("count")[0] = count
+        self.view("last_row")[0] = count - 1
+        ids[:] = 0
+        ids[:count] = chunk.ids
+        next_ids[:] = 0
+        next_ids[: count - 1] = chunk.ids[1:]
         if chunk.next_id is not None:
-            views["next_ids"][count - 1] = chunk.next_id
-
-    def fill_round(self, batch: RoundInput, num_drafts: int, slots: list[int], parity: list[int]) -> None:
-        views, rows = self._views, len(slots)
-        views["slots"][:rows] = slots
-        views["parity"][:] = parity
-        views["start"][:rows] = batch.position
-        views["commit"][:rows] = batch.commit
-        views["draft_start"][:rows] = batch.position - batch.num_pairs
-        views["last_row"][:rows] = batch.num_pairs - 1
-        for step in range(1, num_drafts):
-            begin = step * self._num_rows
-            views["next_start"][begin : begin + rows] = batch.position + (step - 1)
-        pairs = views["pairs"][: rows * self._width].reshape(rows, self._width)
-        pairs[:, : batch.pairs.shape[1]] = batch.pairs[:, : self._width]
-        ids = views["ids"][: rows * (num_drafts + 1)].reshape(rows, num_drafts + 1)
-        ids[:, 0] = batch.pairs[self._indices[:rows], batch.num_pairs - 1]
+            next_ids[count - 1] = chunk.next_id

@@ -33,7 +33,9 @@ _CANDIDATES_PER_BLOCK = 4096
 
 
 class Kernels:
-    """Compiles each kernel once per set of macros. Scratch of split work is shared: calls run one at a time."""
+    """Compiles each kernel once per set of macros. Scratch of split work is shared by the calls prepared for a stream:
+    they run one at a time.
+    """
 
     def __init__(self, cuda: Cuda, weights: WeightStore) -> None:
         self._cuda = cuda
@@ -43,7 +45,7 @@ class Kernels:
         self._rows = RowKernels(cuda, weights, self._row_kernel)
         self.products = Products(cuda, weights, self.kernel)
         self._packed = PackedLinear(cuda)
-        self._scratch: dict[tuple[int, int], tuple[int, int]] = {}
+        self._scratch: dict[tuple[int, int, int], tuple[int, int]] = {}
 
     def kernel(self, file: str, name: str, signature: str, macros: dict[str, int], shared_bytes: int = 0) -> Kernel:
         key = (file, name, tuple(sorted(macros.items())))
@@ -177,12 +179,13 @@ class Kernels:
         return self._weights.vector(WeightGroup((chain.norm.weights[0],), is_matrix=False))
 
     def _split_scratch(self, cells: int, bytes_per_cell: int) -> tuple[int, int]:
-        need = cells * max(bytes_per_cell, 4)
-        for (num_bytes, num_cells), scratch in self._scratch.items():
-            if num_bytes >= need and num_cells >= cells:
+        need, stream = cells * max(bytes_per_cell, 4), int(self._cuda.stream)
+        for (its_stream, num_bytes, num_cells), scratch in self._scratch.items():
+            if its_stream == stream and num_bytes >= need and num_cells >= cells:
                 return scratch
-        self._scratch[need, cells] = (self._cuda.allocate(need), self._cuda.allocate(4 * cells, zero=True))
-        return self._scratch[need, cells]
+        made = (self._cuda.allocate(need), self._cuda.allocate(4 * cells, zero=True))
+        self._scratch[stream, need, cells] = made
+        return made
 
     def conv_commit(self, node: Node, place: Place) -> Launch | None:
         """Folding the *last* pass is causal_conv's work; only a prefill chunk's own end is a call."""

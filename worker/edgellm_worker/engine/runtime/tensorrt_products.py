@@ -28,12 +28,14 @@ _LEAST_CHUNKS = 2  # of a warp: a shorter share of the depth costs more than it 
 
 @dataclass(slots=True)
 class Products:
-    """`kernel` compiles once per set of macros. Scratch for shared depths is one: calls run one at a time."""
+    """`kernel` compiles once per set of macros. Scratch for shared depths is one for a stream: its calls run one at
+    a time.
+    """
 
     cuda: Cuda
     weights: WeightStore
     kernel: CompileKernel
-    _scratch: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    _scratch: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
 
     def prepare(self, segment: Segment, place: Place) -> Launch | None:
         """-> what launches the segment's only product, or None where a network must run it."""
@@ -56,12 +58,13 @@ class Products:
         return lambda: self.cuda.run(kernel, (blocks, splits, 1), 32 * _WARPS, arguments)
 
     def _split_scratch(self, blocks: int, bytes_per_block: int) -> tuple[int, int]:
-        need = blocks * bytes_per_block
-        for (num_bytes, num_blocks), scratch in self._scratch.items():
-            if num_bytes >= need and num_blocks >= blocks:
+        need, stream = blocks * bytes_per_block, int(self.cuda.stream)
+        for (its_stream, num_bytes, num_blocks), scratch in self._scratch.items():
+            if its_stream == stream and num_bytes >= need and num_blocks >= blocks:
                 return scratch
-        self._scratch[need, blocks] = (self.cuda.allocate(need), self.cuda.allocate(4 * blocks, zero=True))
-        return self._scratch[need, blocks]
+        made = (self.cuda.allocate(need), self.cuda.allocate(4 * blocks, zero=True))
+        self._scratch[stream, need, blocks] = made
+        return made
 
 
 def _splits(blocks: int, depth: int) -> int:

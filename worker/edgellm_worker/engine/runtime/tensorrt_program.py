@@ -100,10 +100,10 @@ class Program:
 
 
 class Engines:
-    """Deserialised plans by segment key, and one execution context per (plan, number of rows).
+    """Deserialised plans by segment key, and one execution context per plan, number of rows and stream.
 
-    All contexts share one scratch memory, since they run one after another. A context is made for one shape and keeps
-    it: changing shapes under capture is not allowed.
+    All contexts of a stream share one scratch memory, since they run one after another. A context is made for one shape
+    and keeps it: changing shapes under capture is not allowed.
     """
 
     def __init__(self, library: Library, cuda: Cuda, logger: Any) -> None:
@@ -112,8 +112,8 @@ class Engines:
         self._logger = logger  # the library keeps a bare pointer to it
         self._runtime = library.module.Runtime(logger)
         self._engines: dict[str, Any] = {}
-        self._contexts: dict[tuple[str, int], Any] = {}
-        self._scratch = 0
+        self._contexts: dict[tuple[str, int, int], Any] = {}
+        self._scratch: dict[int, int] = {}
 
     def load(self, plans: Mapping[str, bytes]) -> None:
         """Raises `EngineError` naming a plan that this library cannot read."""
@@ -122,8 +122,6 @@ class Engines:
             if engine is None:
                 raise EngineError(f"plan {key} cannot be read by {self._library.name} on this GPU")
             self._engines[key] = engine
-        sizes = [self._scratch_bytes(engine) for engine in self._engines.values()]
-        self._scratch = self._cuda.allocate(max(sizes, default=0))
 
     def __contains__(self, key: str) -> bool:
         return key in self._engines
@@ -150,20 +148,24 @@ class Engines:
         return launch
 
     def _context(self, key: str, num_rows: int, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        if (key, num_rows) not in self._contexts:
+        stream = int(self._cuda.stream)
+        if (key, num_rows, stream) not in self._contexts:
             engine = self._engines[key]
-            context = self._make_context(engine)
+            context = self._make_context(engine, stream)
             profile = self._profile(engine, num_rows)
-            if not context.set_optimization_profile_async(profile, int(self._cuda.stream)):
+            if not context.set_optimization_profile_async(profile, stream):
                 raise EngineError(f"network {key}: profile {profile} cannot be selected")
             for name, shape in shapes.items():
                 if not context.set_input_shape(name, shape):
                     raise EngineError(f"network {key} was not built for {num_rows} rows")
             self._cuda.synchronize()
-            self._contexts[key, num_rows] = context
-        return self._contexts[key, num_rows]
+            self._contexts[key, num_rows, stream] = context
+        return self._contexts[key, num_rows, stream]
 
-    def _make_context(self, engine: Any) -> Any:
+    def _make_context(self, engine: Any, stream: int) -> Any:
+        if stream not in self._scratch:
+            sizes = [self._scratch_bytes(engine) for engine in self._engines.values()]
+            self._scratch[stream] = self._cuda.allocate(max(sizes))
         if hasattr(engine, "create_execution_context_without_device_memory"):
             context = engine.create_execution_context_without_device_memory()
         else:
@@ -171,7 +173,7 @@ class Engines:
             context = engine.create_execution_context(kinds.USER_MANAGED)
         if context is None:
             raise EngineError("no execution context can be made: the GPU may be out of memory")
-        context.device_memory = self._scratch
+        context.device_memory = self._scratch[stream]
         return context
 
     def _profile(self, engine: Any, num_rows: int) -> int:

@@ -31,6 +31,13 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Launches may overlap: a kernel that begins early waits here for all that were launched before it.
+__device__ __forceinline__ void take_turn() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 #ifdef KV_FP8  // what both attention kernels need
 #if KV_FP8
 typedef u8 kv_t;

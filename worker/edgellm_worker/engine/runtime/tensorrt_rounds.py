@@ -1,0 +1,239 @@
+"""Rounds on the GPU: a graph for each number of rows and drafts, captured on first use and replayed from then on.
+
+    before    the block that steers it: copied in from the host, or advanced on the device from the round before
+    graph     draft  first pass over the pairs -> draft 1 -> next pass -> ... -> draft K    ids land where verify reads
+              verify base over [last token, drafts] -> candidates
+    after     drafts, candidates, log-sum-exp and the block into one of two page-locked places, and a mark
+
+Two rounds may be under way, the second advanced from the first: results have two places on the host, one on the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from edgellm_worker.engine.build.passes import StateLayout
+from edgellm_worker.engine.checkpoint.weights import Array
+from edgellm_worker.engine.errors import EngineError
+from edgellm_worker.engine.ops.graph import Graph
+from edgellm_worker.engine.runtime.cuda import Cuda, Event
+from edgellm_worker.engine.runtime.executor import RoundInput, RoundOutput, StartedRound
+from edgellm_worker.engine.runtime.scores import NUM_CANDIDATES, Candidates, RoundScores
+from edgellm_worker.engine.runtime.tensorrt_block import RoundBlock
+from edgellm_worker.engine.runtime.tensorrt_kernels import Binding, Mode
+from edgellm_worker.engine.runtime.tensorrt_lane import Lane, Machine, RecordedPass
+from edgellm_worker.engine.runtime.tensorrt_program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A round by its physical slots. `place` holds its results once `place.end` has come."""
+
+    slots: tuple[int, ...]
+    num_drafts: int
+    place: _Place
+    number: int
+
+
+class Rounds:
+    """`parity` of a physical slot changes with every round that it takes part in: which half of k and log g is read."""
+
+    def __init__(self, machine: Machine, layout: StateLayout) -> None:
+        cuda = machine.cuda
+        self._machine = machine
+        self._layout = layout
+        self._cuda = cuda
+        self.block = RoundBlock(cuda, layout)
+        self.results = _RoundResults(machine, layout)
+        self.lane = Lane(machine, cuda.stream, self.block)
+        self.lane.reserve(_largest(machine, layout), self.results.bindings(layout.num_slots, layout.max_verify))
+        self._parity = [0] * layout.num_slots
+        self._places = [_Place(cuda, self.block, self.results) for _ in range(2)]
+        self._passes: dict[tuple[int, int], RecordedPass] = {}
+        self._last: _Launched | None = None
+        self._advance = machine.parts.kernels.kernel("advance", "advance_rows", "p" * 10 + "i" * 6, {})
+
+    def start(self, batch: RoundInput, num_drafts: int, slots: Sequence[int]) -> StartedRound:
+        """For rows in these physical slots. No other round may be under way."""
+        began = time.perf_counter()
+        self.block.fill(batch, num_drafts, slots, self._parity)
+        self.block.upload()
+        launched = self._launch(tuple(slots), num_drafts)
+        host_s = time.perf_counter() - began
+        return lambda: self._finish(launched, host_s, is_advanced=False)
+
+    def follow(self, num_drafts: int) -> StartedRound:
+        """For the rows of the last one, which may still be under way, once each has accepted what it would."""
+        last = self._last
+        if last is None:
+            raise EngineError("there is no round to follow")
+        rows = len(last.slots)
+        block, best = self.block, self.results.bindings(rows, last.num_drafts + 1)["best"].pointer
+        names = ("slots", "parity", "start", "commit", "draft_start", "last_row", "next_start", "pairs", "ids")
+        sizes = (rows, block.num_slots, block.width, last.num_drafts, num_drafts, self.results.num_candidates)
+        self._cuda.run(self._advance, (1, 1, 1), -(-rows // 32) * 32, (*map(block.pointer, names), best, *sizes))
+        launched = self._launch(last.slots, num_drafts)
+        return lambda: self._finish(launched, 0.0, is_advanced=True)
+
+    def end_with(self, slot: int) -> Event | None:
+        """The end of the last round, if it has a row in this physical slot. (One before it has the same slots, or is
+        over.)
+        """
+        return self._last.place.end if self._last is not None and slot in self._last.slots else None
+
+    def pass_of(self, num_rows: int, num_drafts: int) -> RecordedPass:
+        key = (num_rows, num_drafts)
+        if key not in self._passes:
+            self._passes[key] = self._make(num_rows, num_drafts)
+        return self._passes[key]
+
+    def _launch(self, slots: tuple[int, ...], num_drafts: int) -> _Launched:
+        rows, number = len(slots), self._last.number + 1 if self._last is not None else 0
+        place = self._places[number % 2]
+        recorded = self.pass_of(rows, num_drafts)
+        place.begin.record()
+        recorded.run()
+        place.download(rows, num_drafts)
+        place.end.record()
+        for slot in slots:
+            self._parity[slot] ^= 1
+        self._last = _Launched(slots, num_drafts, place, number)
+        return self._last
+
+    def _finish(self, launched: _Launched, host_s: float, *, is_advanced: bool) -> RoundOutput:
+        place, rows, num_drafts = launched.place, len(launched.slots), launched.num_drafts
+        place.end.wait()
+        steering, drafts = self.block.read(place.block.copy(), rows, num_drafts)
+        candidates = self.results.candidates(place.scores, rows, num_drafts + 1)
+
+        def read_logits(row: int, position: int) -> Array:
+            if launched is not self._last:
+                raise EngineError("the next round has overwritten the logits")
+            return self.results.read_logits(row * (num_drafts + 1) + position)
+
+        scores = RoundScores(num_drafts + 1, candidates, read_logits)
+        took_s = host_s + place.end.seconds_since(place.begin)
+        return RoundOutput(drafts, scores, 0.0, took_s, steering if is_advanced else None)
+
+    # --- passes ---
+
+    def _make(self, num_rows: int, num_drafts: int) -> RecordedPass:
+        machine, layout, lane = self._machine, self._layout, self.lane
+        width, hidden_size = num_drafts + 1, machine.model.config.hidden_size
+        results = self.results.bindings(num_rows, width)
+        take = put = None
+        if machine.model.mtp is not None:
+            take = lane.token_kernel("take_slots", "pppii", num_rows * layout.max_verify)
+            put = lane.token_kernel("put_slots", "pppiii", num_rows * width)
+            kept, slots = machine.state["carried"].pointer, self.block.pointer("slots")
+        programs = self._drafting(num_rows, num_drafts)
+        programs.append(lane.program(machine.recorder.verify(num_rows, width), results, num_rows, Mode.STEP))
+
+        def enqueue() -> None:
+            if take is not None:
+                take(kept, slots, results["hidden"].pointer, layout.max_verify, hidden_size)
+            for program in programs:
+                program.enqueue()
+            if put is not None:
+                put(results["verified"].pointer, slots, kept, width, hidden_size, layout.max_verify)
+
+        return lane.recorded(enqueue)
+
+    def _drafting(self, num_rows: int, num_drafts: int) -> list[Program]:
+        """Each draft lands among the ids that are verified, and is the next one's input there."""
+        machine, lane, block = self._machine, self.lane, self.block
+        if machine.model.mtp is None:
+            return []
+        width = num_drafts + 1
+        results = self.results.bindings(num_rows, width)
+        places = [Binding(block.ids(step), width) for step in range(self._layout.max_verify)]
+        first = machine.recorder.draft_first(num_rows, is_chosen=num_drafts > 0)
+        programs = [lane.program(first, {**results, "draft": places[min(1, num_drafts)]}, num_rows, Mode.STEP)]
+        for step in range(1, num_drafts):
+            values = {
+                **results,
+                "before": places[step],
+                "next_start": Binding(block.next_start(step)),
+                "draft": places[step + 1],
+                "y": self.results.drafted[(step - 1) % 2],
+                "y_next": self.results.drafted[step % 2],
+            }
+            programs.append(lane.program(machine.recorder.draft_next(num_rows), values, num_rows, Mode.STEP))
+        return programs
+
+
+def _largest(machine: Machine, layout: StateLayout) -> list[Graph]:
+    recorder, rows = machine.recorder, layout.num_slots
+    graphs = [recorder.verify(rows, layout.max_verify)]
+    if machine.model.mtp is not None:
+        graphs += [recorder.draft_first(rows, is_chosen=is_chosen) for is_chosen in (True, False)]
+        graphs.append(recorder.draft_next(rows))
+    return graphs
+
+
+class _Place:
+    """Where a round's results arrive on the host, and the marks around it."""
+
+    def __init__(self, cuda: Cuda, block: RoundBlock, results: _RoundResults) -> None:
+        self._cuda = cuda
+        self._results = results
+        self._block = block
+        self.scores: Array = cuda.pinned((results.num_words,), np.int32)
+        self.block: Array = cuda.pinned(block.host.shape, np.int32)
+        self.begin, self.end = cuda.event(), cuda.event()
+
+    def download(self, num_rows: int, num_drafts: int) -> None:
+        count = num_rows * (num_drafts + 1) * self._results.words_each
+        self._cuda.download_async(self._results.scores, self.scores[:count])
+        self._cuda.download_async(self._block.device, self.block)
+
+
+class _RoundResults:
+    """Where rounds leave their results on the device. Candidates, their ids and log-sum-exps lie one after another, so
+    that one copy brings them all.
+    """
+
+    def __init__(self, machine: Machine, layout: StateLayout) -> None:
+        cuda, config = machine.cuda, machine.model.config
+        rows, width = layout.num_slots * layout.max_verify, config.hidden_size
+        self._cuda = cuda
+        self._vocab = config.vocab_size
+        self.num_candidates = min(NUM_CANDIDATES, config.vocab_size)
+        self.words_each = 2 * self.num_candidates + 1
+        self.num_words = rows * self.words_each
+        self._taken, self._verified = (cuda.allocate(2 * width * rows) for _ in range(2))
+        self.drafted = [Binding(cuda.allocate(2 * width * layout.num_slots)) for _ in range(2)]  # by turns
+        self._logits = cuda.allocate(2 * config.vocab_size * rows)
+        self.scores = cuda.allocate(4 * self.num_words)
+
+    def bindings(self, num_rows: int, width: int) -> dict[str, Binding]:
+        count = num_rows * width * self.num_candidates
+        pointers = {
+            "hidden": self._taken,
+            "verified": self._verified,
+            "logits": self._logits,
+            "values": self.scores,
+            "best": self.scores + 4 * count,
+            "log_sum_exp": self.scores + 8 * count,
+        }
+        return {**{name: Binding(pointer) for name, pointer in pointers.items()}, "y": self.drafted[0]}
+
+    def candidates(self, host: Array, num_rows: int, width: int) -> Candidates:
+        """A copy: the next round but one comes to the same place."""
+        shape, count = (num_rows, width, self.num_candidates), num_rows * width * self.num_candidates
+        flat = host[: num_rows * width * self.words_each].copy()
+        values, ids, sums = (flat[begin:end] for begin, end in pairwise((0, count, 2 * count, flat.size)))
+        return Candidates(
+            values.view(np.float32).reshape(shape),
+            ids.reshape(shape),
+            sums.view(np.float32).reshape(num_rows, width),
+        )
+
+    def read_logits(self, index: int) -> Array:
+        place = self._logits + 2 * index * self._vocab
+        return self._cuda.download(place, (self._vocab,), np.float16).astype(np.float32)
