@@ -11,7 +11,7 @@ from edgellm_producer import Delta, JobState, Reply, Status
 from edgellm_producer.keys import GROUP
 from edgellm_producer.wire import encode
 from edgellm_worker.queue.api import Answer, BeginOutcome
-from edgellm_worker.queue.errors import ModelMismatch
+from edgellm_worker.queue.errors import ModelMismatch, QueueUnavailable
 from tests.support.queue_rig import HIGH, LOW, NORMAL, Rig, ids, ok
 
 
@@ -243,3 +243,28 @@ async def test_a_worker_of_another_model_is_refused_while_the_first_lives(rig: R
     with pytest.raises(ModelMismatch, match="serves qwen"):
         await rig.worker("w3", served_models=("llama",))
     rig.admin.delete(rig.keys.worker("w1"), rig.keys.worker("w2"))
+    await rig.worker("w3", served_models=("llama",))
+
+
+async def test_a_worker_that_has_gone_and_holds_nothing_lets_another_model_in(rig: Rig) -> None:
+    """At once; one that holds an entry is still waited for: its model's job is not the other's."""
+    first = await rig.worker("w1", served_models=("qwen",))
+    holder = await rig.worker("w2", served_models=("qwen",))
+    await rig.submit()
+    assert len(await holder.take(1)) == 1
+    await first.close()
+    assert not rig.admin.exists(rig.keys.worker("w1"))
+    await holder.close()
+    with pytest.raises(ModelMismatch, match="worker w2 serves qwen"):
+        await rig.worker("w3", served_models=("llama",))
+
+
+async def test_a_worker_without_a_server_closes_all_the_same(rig: Rig) -> None:
+    worker = await rig.worker("w1")
+    await worker._link._commands.close()
+    worker._link.run = _unreachable
+    await worker.close()
+
+
+async def _unreachable(name: str, args: object) -> None:
+    raise QueueUnavailable(f"{name}: nobody is there")

@@ -11,6 +11,7 @@ the worker's own pending entries for those it does not know.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -373,7 +374,8 @@ class RedisQueue:
 
     async def close(self) -> None:
         """The leases go last: until here a reply may still have been on its way. Entries still held are not handed
-        back: `release` them first, or they come back when their lease ends.
+        back: `release` them first, or they come back when their lease ends. A worker that holds none is forgotten at
+        once, and a worker of another model may follow it.
         """
         if self._flusher is not None:
             await self._flusher
@@ -381,4 +383,6 @@ class RedisQueue:
         await self._waiter.close()
         if self._is_open:
             await asyncio.to_thread(self._keeper.stop)
+            with contextlib.suppress(QueueUnavailable):
+                await self._link.run("leave", [self.consumer])
         await self._link.close()

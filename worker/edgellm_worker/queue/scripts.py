@@ -13,6 +13,7 @@ NAMES: Final = (
     "append",
     "begin",
     "finish",
+    "leave",
     "probe",
     "register",
     "release",
