@@ -168,7 +168,9 @@ def test_what_a_killed_builder_left_is_removed_by_the_next(tmp_path: Path, key: 
     assert not leftover.exists()
 
 
-def test_of_two_builders_one_builds_and_one_waits(tmp_path: Path, key: BundleKey) -> None:
+def test_of_two_builders_one_builds_and_one_waits(tmp_path: Path, key: BundleKey, caplog) -> None:
+    """And says so."""
+    caplog.set_level("INFO")
     begun, go_on, built = threading.Event(), threading.Event(), []
 
     def slow(out: Path) -> None:
@@ -182,6 +184,7 @@ def test_of_two_builders_one_builds_and_one_waits(tmp_path: Path, key: BundleKey
     threads[0].start()
     assert begun.wait(20)
     threads[1].start()
+    wait_until(lambda: "another process is building the same: waiting for it" in caplog.text, "the second's wait", 20)
     go_on.set()
     for thread in threads:
         thread.join(20)

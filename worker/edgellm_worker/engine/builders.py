@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,19 @@ from edgellm_worker.engine.errors import BuildError
 
 _NUM_LOG_LINES: Final = 15
 
+_log = logging.getLogger(__name__)
+
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Over all processes of this machine. The lock goes with its process, so a killed builder blocks nobody."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.info("another process is building the same: waiting for it (%s)", path)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
