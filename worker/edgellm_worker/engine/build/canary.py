@@ -32,10 +32,6 @@ _ROW: Final = 0
 _MOST_PARAMETERS: Final = 2_000_000_000
 """The reference holds weights in float32: 8 GB for these."""
 
-_FLOAT_MARGIN: Final = 0.5
-_QUANTIZED_MARGIN: Final = 2.0
-"""In logits. Activations are quantized too where weights run as FP8 or NVFP4, which the reference does not do."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -60,7 +56,11 @@ def record(model: Model, spec: EngineSpec, model_dir: Path) -> Canary | None:
     """What the reference engine writes, or None for a model too large for it."""
     count = num_parameters(model, spec)
     if count > _MOST_PARAMETERS:
-        _log.warning("no canary is recorded: %.1f billion parameters are too many for the reference", count / 1e9)
+        _log.warning(
+            "no canary is recorded: %.1f billion parameters are too many for the reference; an engine is held against"
+            " itself when it starts",
+            count / 1e9,
+        )
         return None
     prompt = _prompt(model, model_dir)
     capacity = len(prompt) + _NUM_TOKENS
@@ -92,6 +92,11 @@ def _prompt(model: Model, model_dir: Path) -> tuple[int, ...]:
     return tuple((index * 7919 + 13) % model.config.vocab_size for index in range(8))
 
 
+def rounding_margin(*, is_quantized: bool) -> float:
+    """In logits. Activations are quantized too where weights run as FP8 or NVFP4, which the reference does not do."""
+    return 2.0 if is_quantized else 0.5
+
+
 def check(engine: Engine, canary: Canary, *, is_quantized: bool) -> None:
     """Raises `EngineError` where this engine leaves the recorded text and no rounding explains it."""
     token_ids, _ = _write(engine, canary.prompt_ids, SamplingParams())
@@ -100,7 +105,7 @@ def check(engine: Engine, canary: Canary, *, is_quantized: bool) -> None:
     if at is None:
         _log.info("canary: %d tokens as the reference engine wrote them", len(token_ids))
         return
-    margin = _QUANTIZED_MARGIN if is_quantized else _FLOAT_MARGIN
+    margin = rounding_margin(is_quantized=is_quantized)
     where = f"token {at} is {token_ids[at]}, the reference engine wrote {canary.token_ids[at]}"
     if canary.gaps[at] > margin:
         raise EngineError(

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Final
 
 from edgellm_worker.engine.api import Engine, EngineLimits, EngineTraits
+from edgellm_worker.engine.build import soundness
 from edgellm_worker.engine.build.builder import collecting_logger
 from edgellm_worker.engine.build.bundle import Bundle, BundleKey, compile_in_children, ensure_bundle
+from edgellm_worker.engine.build.canary import Canary, rounding_margin
 from edgellm_worker.engine.build.canary import check as check_canary
 from edgellm_worker.engine.build.choice import Machine, drafting_of, engine_spec
 from edgellm_worker.engine.build.plan import MemoryPlan, plan_memory
@@ -56,9 +58,8 @@ def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     try:
         loop = _loop_maker(checkpoint, model, spec, options, executor, f"{NAME} ({library.name}, {cuda.name})")
         executor.warm_up(drafting_of(model, options).draft_lengths)
-        if bundle.canary is not None:
-            # In a loop of its own: what the canary's rounds took tells an adaptive draft length nothing.
-            check_canary(loop(), bundle.canary, is_quantized=spec.runs_fp8 or spec.runs_fp4)
+        # In a loop of its own: what the check's rounds took tells an adaptive draft length nothing.
+        _check(loop(), bundle.canary, checkpoint.path, is_quantized=spec.runs_fp8 or spec.runs_fp4)
         return loop()
     except BaseException:
         executor.close()
@@ -135,6 +136,14 @@ def _loaded(bundle: Bundle, library: Library, cuda: Cuda) -> Engines:
     except EngineError as error:
         raise EngineError(f"{error}; remove {bundle.path} to build it again") from error
     return engines
+
+
+def _check(engine: Engine, canary: Canary | None, model_dir: Path, *, is_quantized: bool) -> None:
+    """Before the first job. Raises `EngineError` where this engine does not compute its model."""
+    if canary is not None:
+        check_canary(engine, canary, is_quantized=is_quantized)
+    elif (text := soundness.text_ids(model_dir)) is not None:
+        soundness.check(engine, text, margin=rounding_margin(is_quantized=is_quantized))
 
 
 def _method(model: Model, drafting: SpeculativeConfig) -> str:
