@@ -19,6 +19,7 @@ import numpy as np
 
 from edgellm_worker.engine.checkpoint.weights import Array
 from edgellm_worker.engine.errors import BuildError, CapacityError, EngineError
+from edgellm_worker.engine.runtime.host_memory import available_bytes
 
 Argument = int | float
 _ALIGNMENT = 256
@@ -109,9 +110,14 @@ class Cuda:
         return str(self._call("cuDeviceGetName", 128, self._device).split(b"\0")[0].decode())
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes."""
-        free, total = self._call("cuMemGetInfo")
-        return int(free), int(total)
+        """(free, total) bytes. Where the GPU shares the host's memory (Jetson, DGX Spark) the driver calls pages of files
+        used, and a checkpoint that was just read fills them: what the kernel would give up counts as free there.
+        """
+        free, total = map(int, self._call("cuMemGetInfo"))
+        kind = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED
+        if self._call("cuDeviceGetAttribute", kind, self._device):
+            free = min(total, max(free, available_bytes()))
+        return free, total
 
     # --- memory ---
 
