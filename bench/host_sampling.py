@@ -27,7 +27,15 @@ import numpy as np
 import edgellm_worker
 from edgellm_worker.engine.api import EngineLimits, EngineTraits, GenerationRequest, SamplingParams
 from edgellm_worker.engine.runtime.draft_length import FixedDraftLength
-from edgellm_worker.engine.runtime.executor import DraftChooser, PrefillChunk, RoundInput, RoundOutput, StartedRound
+from edgellm_worker.engine.runtime.executor import (
+    DraftChooser,
+    PrefillChunk,
+    PrefillOutput,
+    RoundInput,
+    RoundOutput,
+    StartedPrefill,
+    StartedRound,
+)
 from edgellm_worker.engine.runtime.noise import gumbel, noise_key
 from edgellm_worker.engine.runtime.rows import Row
 from edgellm_worker.engine.runtime.scores import (
@@ -81,10 +89,11 @@ class Replay:
     def swap(self, a: int, b: int) -> None: ...
     def close(self) -> None: ...
 
-    def prefill(self, slot: int, chunk: PrefillChunk) -> RoundScores | None:
+    def start_prefill(self, slot: int, chunk: PrefillChunk) -> StartedPrefill:
         del chunk
         logits, _ = recorded()[0]
-        return RoundScores(1, None, lambda _row, _position: logits[slot, 0])
+        output = PrefillOutput(RoundScores(1, None, lambda _row, _position: logits[slot, 0]), 0.0)
+        return StartedPrefill(lambda: True, lambda: output)
 
     def start_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> StartedRound:
         del batch, choosers

@@ -33,6 +33,8 @@ class RecordingDevice:
 
     def __init__(self, block_shared_bytes: int = 99 << 10) -> None:
         self.block_shared_bytes = block_shared_bytes
+        self.has_clusters = False
+        self.num_multiprocessors = 132
         self.kernels: dict[str, RecordedKernel] = {}
         self.launched: list[tuple[str, tuple[float, ...]]] = []
         self.stream = 0
@@ -67,8 +69,15 @@ class RecordingDevice:
         return 1
 
     def run(
-        self, kernel: RecordedKernel, _grid: tuple[int, int, int], _threads: int, arguments: tuple[float, ...]
+        self,
+        kernel: RecordedKernel,
+        _grid: tuple[int, int, int],
+        _threads: int,
+        arguments: tuple[float, ...],
+        *,
+        is_cluster: bool = False,
     ) -> None:
+        del is_cluster
         self.launched.append((kernel.signature, tuple(arguments)))
 
 
@@ -78,6 +87,9 @@ class IdleEvent:
 
     def wait(self) -> None:
         pass
+
+    def is_over(self) -> bool:
+        return True
 
     def hold_back(self) -> None:
         pass

@@ -21,7 +21,14 @@ from edgellm_worker.engine.models.registry import Model, read_model
 from edgellm_worker.engine.ops.api import DeltaPending, KvCache, KvDtype
 from edgellm_worker.engine.ops.reference import NumpyOps
 from edgellm_worker.engine.runtime.draft_length import FixedDraftLength, StepObservation
-from edgellm_worker.engine.runtime.executor import Executor, RoundInput, RoundOutput, StartedRound
+from edgellm_worker.engine.runtime.executor import (
+    Executor,
+    PrefillChunk,
+    RoundInput,
+    RoundOutput,
+    StartedPrefill,
+    StartedRound,
+)
 from edgellm_worker.engine.runtime.reference import reference_engine
 from edgellm_worker.engine.runtime.speculative import SpeculativeEngine
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
@@ -163,6 +170,12 @@ class EagerExecutor(WatchedExecutor):
     """Runs a round as it is started, as a device does, so that the loop runs ahead of what it reports."""
 
     runs_ahead = True
+
+    def start_prefill(self, slot: int, chunk: PrefillChunk) -> StartedPrefill:
+        """And is not over when it is first asked."""
+        output = self._inner.start_prefill(slot, chunk).wait()
+        answers = iter((False,))
+        return StartedPrefill(lambda: next(answers, True), lambda: output)
 
     def start_round(self, batch: RoundInput, num_drafts: int, choosers: Any) -> StartedRound:
         output = super().start_round(batch, num_drafts, choosers)()

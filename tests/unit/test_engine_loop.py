@@ -221,20 +221,34 @@ def test_a_row_removed_while_its_round_is_under_way_is_not_heard_of_again():
 
 
 @pytest.mark.parametrize("kind", [EagerExecutor, FollowingExecutor])
-def test_a_row_that_joins_during_a_round_is_read_beside_the_next(kind):
+def test_a_row_that_joins_is_read_beside_rounds_and_takes_part_in_the_one_after_the_next(kind):
+    """Its prompt is not read when the executor is first asked."""
     engine = tiny_engine(2, 3)
-    watched = watch(engine, kind)
+    watch(engine, kind)
     engine.add(0, greedy(PROMPTS[0], 60))
     engine.step()
     engine.step()
     engine.add(1, greedy(PROMPTS[1], 8))
-    num_rounds = len(watched.rounds)
+    reports = [engine.step() for _ in range(4)]
+    assert [report.num_prefill_tokens for report in reports] == [0, len(PROMPTS[1].prompt_ids), 0, 0]
+    assert [[update.row_id for update in report.updates] for report in reports] == [[0], [1], [0], [0, 1]]
+
+
+def test_a_row_removed_while_its_prompt_is_read_leaves_its_slot_to_the_next():
+    engine = tiny_engine(2, 3)
+    watch(engine, FollowingExecutor)
+    engine.add(0, greedy(PROMPTS[0], 60))
+    engine.step()
+    engine.add(1, greedy(PROMPTS[1], 8))
     assert [update.row_id for update in engine.step().updates] == [0]
-    assert len(watched.rounds) == num_rounds + 1
-    assert engine.step().num_prefill_tokens == len(PROMPTS[1].prompt_ids)
-    assert len(watched.rounds) == num_rounds + 1
-    assert [update.row_id for update in engine.step().updates] == [0]
-    assert [update.row_id for update in engine.step().updates] == [0, 1]
+    engine.remove(1)
+    engine.add(2, greedy(PROMPTS[2], 12))
+    tokens: dict[int, tuple[int, ...]] = {}
+    while 2 not in tokens or engine.num_rows > 1:
+        for update in engine.step().updates:
+            tokens[update.row_id] = tokens.get(update.row_id, ()) + update.token_ids
+    assert tokens.keys() == {0, 2}
+    assert tokens[2] == PROMPTS[2].generated_ids[:12]
 
 
 def followed_after(requests: Sequence[GenerationRequest], num_steps: int) -> tuple[int, dict[int, tuple[int, ...]]]:

@@ -19,7 +19,6 @@ import numpy as np
 
 from edgellm_worker.engine.checkpoint.weights import Array
 from edgellm_worker.engine.errors import BuildError, CapacityError, EngineError
-from edgellm_worker.engine.runtime.host_memory import available_bytes
 
 Argument = int | float
 _ALIGNMENT = 256
@@ -110,14 +109,9 @@ class Cuda:
         return str(self._call("cuDeviceGetName", 128, self._device).split(b"\0")[0].decode())
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes. Where the GPU shares the host's memory (Jetson, DGX Spark) the driver calls pages of files
-        used, and a checkpoint that was just read fills them: what the kernel would give up counts as free there.
-        """
-        free, total = map(int, self._call("cuMemGetInfo"))
-        kind = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED
-        if self._call("cuDeviceGetAttribute", kind, self._device):
-            free = min(total, max(free, available_bytes()))
-        return free, total
+        """(free, total) bytes."""
+        free, total = self._call("cuMemGetInfo")
+        return int(free), int(total)
 
     # --- memory ---
 
@@ -192,6 +186,12 @@ class Cuda:
     def event(self) -> Event:
         self._events.append(self._call("cuEventCreate", 0))
         return Event(self._events[-1], self, self._call)
+
+    def has_come(self, event: Any) -> bool:
+        (result,) = self._driver.cuEventQuery(event)
+        if result not in (self._driver.CUresult.CUDA_SUCCESS, self._driver.CUresult.CUDA_ERROR_NOT_READY):
+            raise EngineError(f"cuEventQuery: {result.name}")
+        return bool(result == self._driver.CUresult.CUDA_SUCCESS)
 
     # --- graphs and time ---
 
@@ -294,6 +294,10 @@ class Event:
     def wait(self) -> None:
         """Until the device has come there."""
         self._call("cuEventSynchronize", self.handle)
+
+    def is_over(self) -> bool:
+        """Whether the device has come there."""
+        return self._cuda.has_come(self.handle)
 
     def hold_back(self) -> None:
         """What the stream is given from now on starts after it; at once where it was never recorded."""

@@ -46,6 +46,22 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillOutput:
+    """`scores` of the token after the piece, of one row's one position, where it ended the prompt; None otherwise."""
+
+    scores: RoundScores | None
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StartedPrefill:
+    """A piece of a prompt under way. `wait` is called once, and at once gives what the piece gave when it `is_over`."""
+
+    is_over: Callable[[], bool]
+    wait: Callable[[], PrefillOutput]
+
+
+@dataclass(frozen=True, slots=True)
 class RoundInput:
     """One round for slots 0 .. B-1; all int32. See above for the words.
 
@@ -107,9 +123,9 @@ class Executor(Protocol):
     def swap(self, a: int, b: int) -> None:
         """Exchange the rows of two slots."""
 
-    def prefill(self, slot: int, chunk: PrefillChunk) -> RoundScores | None:
-        """Run and commit part of a prompt; when it ends here the scores of the token after it, of one row's one
-        position. While a round of other rows is under way only where the executor runs ahead.
+    def start_prefill(self, slot: int, chunk: PrefillChunk) -> StartedPrefill:
+        """Run and commit part of a prompt, one at a time. Rounds of other rows may be under way, or start, meanwhile
+        only where the executor runs ahead.
         """
 
     def start_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> StartedRound:

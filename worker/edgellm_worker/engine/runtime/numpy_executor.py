@@ -17,8 +17,10 @@ from edgellm_worker.engine.runtime.executor import (
     DraftChooser,
     Int,
     PrefillChunk,
+    PrefillOutput,
     RoundInput,
     RoundOutput,
+    StartedPrefill,
     StartedRound,
     attended_length,
 )
@@ -65,7 +67,15 @@ class NumpyExecutor:
     def close(self) -> None:
         """Nothing outside the process is held."""
 
-    def prefill(self, slot: int, chunk: PrefillChunk) -> RoundScores | None:
+    def start_prefill(self, slot: int, chunk: PrefillChunk) -> StartedPrefill:
+        return StartedPrefill(lambda: True, partial(self._prefill, slot, chunk))
+
+    def _prefill(self, slot: int, chunk: PrefillChunk) -> PrefillOutput:
+        began = time.perf_counter()
+        scores = self._read(slot, chunk)
+        return PrefillOutput(scores, time.perf_counter() - began)
+
+    def _read(self, slot: int, chunk: PrefillChunk) -> RoundScores | None:
         rows = slice(slot, slot + 1)
         start, num_tokens = np.array([chunk.start], np.int32), len(chunk.ids)
         nothing, everything = np.zeros(1, np.int32), np.array([num_tokens], np.int32)

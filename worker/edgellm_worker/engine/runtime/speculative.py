@@ -6,11 +6,12 @@ A step is one of two things.
               first token and starts running
     round     every running row drafts, is verified together with the others, accepts, and commits 1 to K+1 tokens
 
-While both have work they alternate, so a long prompt never stops rows that run. The draft length is chosen anew for
+While both have work they alternate, so a long prompt never stops rows that run; where the executor runs by itself
+prompts are read beside rounds, and the step that finds a piece read reports it. The draft length is chosen anew for
 each round, and every round folds what the one before committed, so it may be anything from 0 to the most reserved.
 
 Where the executor runs by itself, the next round is started as soon as the tokens of the last are known, and the
-report is made while it runs; the next prompt is read beside it. Where it can also tell by itself what greedy rows
+report is made while it runs. Where it can also tell by itself what greedy rows
 accept, the next round follows before the tokens of the last are known. They are settled here all the same, and what the
 executor went by is held against that. What is asked in between acts as it always does: a row that was removed is gone,
 and what its part of the rounds under way gives is dropped; a row that was added joins after the round under way.
@@ -40,7 +41,14 @@ from edgellm_worker.engine.api import (
 from edgellm_worker.engine.errors import EngineError, RequestError, RowError
 from edgellm_worker.engine.runtime.acceptance import Accepted, accept_rows
 from edgellm_worker.engine.runtime.draft_length import DraftLength, StepObservation
-from edgellm_worker.engine.runtime.executor import Executor, PrefillChunk, RoundInput, RoundOutput, StartedRound
+from edgellm_worker.engine.runtime.executor import (
+    Executor,
+    PrefillChunk,
+    RoundInput,
+    RoundOutput,
+    StartedPrefill,
+    StartedRound,
+)
 from edgellm_worker.engine.runtime.grammar import GrammarCompiler
 from edgellm_worker.engine.runtime.rows import Row, RowTable
 from edgellm_worker.engine.runtime.rules import SpeculativeRules
@@ -70,6 +78,15 @@ class _Round:
     wait: StartedRound
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A piece of a row's prompt under way."""
+
+    row: Row
+    num_tokens: int
+    prefill: StartedPrefill
+
+
 class SpeculativeEngine:
     """`Engine` over an `Executor`, which it owns and closes."""
 
@@ -80,6 +97,7 @@ class SpeculativeEngine:
         self._rows = RowTable(executor.num_slots, executor.swap)
         self._is_prefill_turn = True
         self._under_way: _Round | None = None
+        self._reading: _Reading | None = None
 
     @property
     def limits(self) -> EngineLimits:
@@ -117,38 +135,57 @@ class SpeculativeEngine:
         self._executor.close()
 
     def step(self) -> StepReport:
-        rows = self._rows
-        if self._under_way is not None and not rows.running:
-            dropped, self._under_way = self._under_way, None  # all its rows were removed
-            dropped.wait()
-        if rows.prefilling and (self._is_prefill_turn or not rows.running):
-            self._is_prefill_turn = False
-            return self._prefill_step()
-        report = self._round_step()
-        # A prompt is read beside a round without the slot it gets, so not beside one that began before it was added.
-        self._is_prefill_turn = self._under_way is None or bool(rows.prefilling)
-        return report
+        self._drop_what_nobody_waits_for()
+        return self._prefill_step() if self._is_prefill_due() else self._round_step()
+
+    def _drop_what_nobody_waits_for(self) -> None:
+        """All its rows were removed."""
+        if self._under_way is not None and not self._rows.running:
+            round_, self._under_way = self._under_way, None
+            round_.wait()
+        if self._reading is not None and not self._rows.holds(self._reading.row):
+            reading, self._reading = self._reading, None
+            reading.prefill.wait()
 
     # --- prefill ---
 
+    def _is_prefill_due(self) -> bool:
+        """By turns with rounds; where the executor runs by itself, when there is something read."""
+        rows = self._rows
+        if not rows.prefilling:
+            self._is_prefill_turn = True
+            return False
+        if not self._executor.runs_ahead:
+            is_due = self._is_prefill_turn or not rows.running
+            self._is_prefill_turn = not is_due
+            return is_due
+        if self._reading is None:
+            self._reading = self._start_reading(self._options.prefill_chunk_tokens)
+        return not rows.running or self._reading.prefill.is_over()
+
     def _prefill_step(self) -> StepReport:
-        began = time.perf_counter()
-        num_rows, left, sample_s = len(self._rows), self._options.prefill_chunk_tokens, 0.0
+        """One piece where rows run beside it, else the next prompts too."""
+        rows, num_rows, is_beside = self._rows, len(self._rows), self._executor.runs_ahead and bool(self._rows.running)
+        left, sample_s, prefill_s = self._options.prefill_chunk_tokens, 0.0, 0.0
         updates: list[RowUpdate] = []
-        for row in tuple(self._rows.prefilling):
-            chunk = _next_chunk(row, left)
-            scores = self._executor.prefill(row.slot, chunk)
-            row.num_prefilled += len(chunk.ids)
-            left -= len(chunk.ids)
-            if scores is not None:
-                sampling = time.perf_counter()
-                updates.append(self._first_token(row, scores))
-                sample_s += time.perf_counter() - sampling
-            if not left:
-                break
-        phase_s = {Phase.PREFILL: time.perf_counter() - began - sample_s, Phase.SAMPLE: sample_s}
+        while left and rows.prefilling and not (is_beside and updates):
+            reading, self._reading = self._reading or self._start_reading(left), None
+            output = reading.prefill.wait()
+            began = time.perf_counter()
+            reading.row.num_prefilled += reading.num_tokens
+            left -= reading.num_tokens
+            if output.scores is not None:
+                updates.append(self._first_token(reading.row, output.scores))
+            prefill_s += output.prefill_s
+            sample_s += time.perf_counter() - began
+        phase_s = {Phase.PREFILL: prefill_s, Phase.SAMPLE: sample_s}
         num_tokens = self._options.prefill_chunk_tokens - left
         return self._report(updates, num_rows, phase_s, num_prefill_tokens=num_tokens)
+
+    def _start_reading(self, most: int) -> _Reading:
+        row = self._rows.prefilling[0]
+        chunk = _next_chunk(row, most)
+        return _Reading(row, len(chunk.ids), self._executor.start_prefill(row.slot, chunk))
 
     def _first_token(self, row: Row, scores: RoundScores) -> RowUpdate:
         self._rows.start(row)
@@ -195,10 +232,10 @@ class SpeculativeEngine:
 
     def _follow(self, current: _Round) -> _Round | None:
         """The round after one under way; None where the host must first see what that gives: for rows that draw by more
-        than the best score, that may end by their length, that left, or that wait to join.
+        than the best score, that may end by their length, that left or joined.
         """
         rows, num_tokens = current.rows, current.num_drafts + 1
-        if not self._executor.follows or self._rows.prefilling or rows != tuple(self._rows.running):
+        if not self._executor.follows or rows != tuple(self._rows.running):
             return None
         if not all(row.surely_outlives(num_tokens) for row in rows):
             return None

@@ -22,7 +22,14 @@ from edgellm_worker.engine.build.weight_policy import WeightReader
 from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.ops.graph import Lowering
 from edgellm_worker.engine.runtime.cuda import Cuda
-from edgellm_worker.engine.runtime.executor import DraftChooser, PrefillChunk, RoundInput, RoundOutput, StartedRound
+from edgellm_worker.engine.runtime.executor import (
+    DraftChooser,
+    PrefillChunk,
+    RoundInput,
+    RoundOutput,
+    StartedPrefill,
+    StartedRound,
+)
 from edgellm_worker.engine.runtime.scores import RoundScores
 from edgellm_worker.engine.runtime.tensorrt_kernels import Binding, Kernels
 from edgellm_worker.engine.runtime.tensorrt_lane import Machine
@@ -114,8 +121,12 @@ class TensorRtExecutor:
     def swap(self, a: int, b: int) -> None:
         self._slots[a], self._slots[b] = self._slots[b], self._slots[a]
 
+    def start_prefill(self, slot: int, chunk: PrefillChunk) -> StartedPrefill:
+        return self.prompts.start(self._slots[slot], chunk)
+
     def prefill(self, slot: int, chunk: PrefillChunk) -> RoundScores | None:
-        return self.prompts.read(self._slots[slot], chunk)
+        """A piece of a prompt, waited for."""
+        return self.start_prefill(slot, chunk).wait().scores
 
     def start_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> StartedRound:
         return self.rounds.start(batch, num_drafts, self._slots[: len(choosers)])

@@ -13,7 +13,7 @@ from edgellm_worker.engine.build.plan import memory_kind
 from edgellm_worker.engine.build.profiles import prompt_sizes
 from edgellm_worker.engine.checkpoint.weights import Array
 from edgellm_worker.engine.runtime.cuda import Event
-from edgellm_worker.engine.runtime.executor import PrefillChunk
+from edgellm_worker.engine.runtime.executor import PrefillChunk, PrefillOutput, StartedPrefill
 from edgellm_worker.engine.runtime.scores import NUM_CANDIDATES, Candidates, RoundScores
 from edgellm_worker.engine.runtime.tensorrt_block import PromptBlock
 from edgellm_worker.engine.runtime.tensorrt_kernels import Binding, Mode
@@ -40,31 +40,40 @@ class Prompts:
             graphs.append(recorder.draft_fill(chunk))
         self.lane.reserve(graphs, self.results.bindings)
         self._passes: dict[int, RecordedPass] = {}
+        self._begin, self._end = cuda.event(), cuda.event()
         self._spans, self._num_spans = self._recurrent_spans()
 
     @property
     def sizes(self) -> list[int]:
         return prompt_sizes(self._chunk)
 
-    def read(self, slot: int, chunk: PrefillChunk) -> RoundScores | None:
-        """A piece for a physical slot, in parts of at most `chunk`; the scores after it when it ends the prompt."""
-        scores = None
+    def start(self, slot: int, chunk: PrefillChunk) -> StartedPrefill:
+        """A piece for a physical slot. One longer than `chunk` goes in parts, and is returned from in the last."""
         with self.lane.on():
+            self._begin.record()
             for begin in range(0, len(chunk.ids), self._chunk):
+                if begin:
+                    self._end.wait()  # the block is to be filled anew
                 ids = chunk.ids[begin : begin + self._chunk]
                 end = begin + len(ids)
                 next_id = chunk.next_id if end == len(chunk.ids) else int(chunk.ids[end])
-                scores = self._read_part(slot, PrefillChunk(ids, chunk.start + begin, next_id))
-        return scores
+                self._start_part(slot, PrefillChunk(ids, chunk.start + begin, next_id))
+        return StartedPrefill(self._end.is_over, lambda: self._finish(ends_prompt=chunk.next_id is None))
 
-    def _read_part(self, slot: int, chunk: PrefillChunk) -> RoundScores | None:
-        size = next(size for size in self.sizes if size >= len(chunk.ids))
+    def _start_part(self, slot: int, chunk: PrefillChunk) -> None:
         self.block.fill(slot, chunk)
+        self.pass_of(next(size for size in self.sizes if size >= len(chunk.ids))).run()
+        self._end.record()
+
+    def pass_of(self, size: int) -> RecordedPass:
         if size not in self._passes:
             self._passes[size] = self._make(size)
-        self._passes[size].run()
-        self._cuda.synchronize()
-        return RoundScores(1, self.results.candidates(), self._read_logits) if chunk.next_id is None else None
+        return self._passes[size]
+
+    def _finish(self, *, ends_prompt: bool) -> PrefillOutput:
+        self._end.wait()
+        scores = RoundScores(1, self.results.candidates(), self._read_logits) if ends_prompt else None
+        return PrefillOutput(scores, self._end.seconds_since(self._begin))
 
     def _read_logits(self, _row: int, _position: int) -> Array:
         with self.lane.on():
