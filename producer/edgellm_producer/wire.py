@@ -289,8 +289,18 @@ class Reply(_Model):
 
 def encode(message: BaseModel, **instead: Any) -> bytes:
     """One message as msgpack, without the fields that are None; `instead` are values that replace its own."""
-    packed: bytes = msgpack.packb(message.model_dump(exclude_none=True) | instead)
+    packed: bytes = msgpack.packb(given_fields(message) | instead, default=given_fields)
     return packed
+
+
+def given_fields(message: BaseModel) -> dict[str, Any]:
+    """`model_dump(exclude_none=True)` of one level, at half its cost: a packer that gets this as its `default` asks for
+    the levels below.
+    """
+    if not isinstance(message, BaseModel):
+        raise TypeError(f"{type(message).__name__} has no place in a message")
+    values = message.__dict__
+    return values if None not in values.values() else {name: v for name, v in values.items() if v is not None}
 
 
 def nesting(value: object, depth: int = 0) -> int:
@@ -301,6 +311,10 @@ def nesting(value: object, depth: int = 0) -> int:
     return max((nesting(v, depth + 1) for v in inside if isinstance(v, dict | list)), default=depth + 1)
 
 
+_STRINGS: Final = frozenset({str})
+_CONTAINERS: Final = frozenset({dict, list})
+
+
 def unpack(payload: bytes, *, limit: int = MAX_JOB_BYTES) -> dict[str, Any]:
     """Bytes to a plain map, bounded in size and nesting; `ProtocolError` for anything else."""
     if len(payload) > limit:
@@ -309,9 +323,9 @@ def unpack(payload: bytes, *, limit: int = MAX_JOB_BYTES) -> dict[str, Any]:
         value = msgpack.unpackb(payload, raw=False, strict_map_key=False)
     except Exception as error:  # msgpack raises a family of unrelated types
         raise ProtocolError(f"not msgpack: {type(error).__name__}") from error
-    if not isinstance(value, dict) or set(map(type, value)) - {str}:
+    if not isinstance(value, dict) or not _STRINGS.issuperset(map(type, value)):
         raise ProtocolError("not a map with string keys")
-    if nesting(value) > MAX_NESTING:
+    if not _CONTAINERS.isdisjoint(map(type, value.values())) and nesting(value) > MAX_NESTING:
         raise ProtocolError(f"nested deeper than {MAX_NESTING} levels")
     return value
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from edgellm_producer.keys import Priority
 from edgellm_producer.wire import Delta, Job, Reply
+from edgellm_worker.outcome import Outcome
 from edgellm_worker.queue.api import Answer, BeginOutcome, Delivery, QueueCounters, QueueStats
 from edgellm_worker.queue.errors import QueueUnavailable
 
@@ -19,7 +19,7 @@ class MemoryQueue:
     def __init__(self, *, max_attempts: int = 3, max_solo_kills: int = 2) -> None:
         self.lane: list[Delivery] = []
         self.held: dict[str, Delivery] = {}
-        self.replies: dict[str, list[Reply]] = {}
+        self.replies: dict[str, list[Reply | Outcome]] = {}
         self.deltas: dict[str, list[Delta]] = {}
         self.dead: dict[str, str] = {}
         self.released: list[tuple[str, bool]] = []
@@ -82,7 +82,7 @@ class MemoryQueue:
                 except TimeoutError:
                     continue
 
-    async def reply(self, job_id: str) -> Reply:
+    async def reply(self, job_id: str) -> Reply | Outcome:
         await self.until(lambda: job_id in self.replies)
         (only,) = self.replies[job_id]
         return only
@@ -103,7 +103,7 @@ class MemoryQueue:
         taken, self.lane = self.lane[:count], self.lane[count:]
         self.taken_counts.append(count)
         now = time.monotonic()
-        out = [replace(d, taken_at=now, taken_at_ms=round(time.time() * 1000)) for d in taken]
+        out = [d._replace(taken_at=now, taken_at_ms=round(time.time() * 1000)) for d in taken]
         self.held |= {d.id: d for d in out}
         await asyncio.sleep(0)
         return out
@@ -166,8 +166,7 @@ class MemoryQueue:
         self._command()
         if self.held.pop(delivery.id, None) is not None:
             self.retried.append((delivery.id, reason, solo_kill))
-            again = replace(
-                delivery,
+            again = delivery._replace(
                 attempt=self.attempts[delivery.id],
                 runs_alone=True,
                 solo_kills=delivery.solo_kills + solo_kill,

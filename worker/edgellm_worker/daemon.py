@@ -30,6 +30,7 @@ from edgellm_worker.health import HealthSnapshot, WorkerState
 from edgellm_worker.jobs import Intake, PreparedJob, ServedModel, deadline_at, unstarted
 from edgellm_worker.metrics import Metrics
 from edgellm_worker.outbox import DEFAULT_BUDGET_S, Outbox
+from edgellm_worker.outcome import Outcome
 from edgellm_worker.queue.api import Answer, BeginOutcome, Delivery, WorkerQueue
 from edgellm_worker.queue.errors import QueueUnavailable
 from edgellm_worker.reader import Reader
@@ -369,7 +370,7 @@ class Daemon:
             await asyncio.sleep(self._config.sweep_s)
 
 
-def job_event(reply: Reply, *, visible: bool = True) -> dict[str, object]:
+def job_event(reply: Reply | Outcome, *, visible: bool = True) -> dict[str, object]:
     """What is logged of a job: numbers and enums, never its text."""
     error = reply.error
     return {

@@ -20,6 +20,7 @@ from typing import Final, Protocol
 import structlog
 
 from edgellm_producer.wire import Reply
+from edgellm_worker.outcome import Outcome
 from edgellm_worker.queue.api import Answer, Delivery, WorkerQueue
 from edgellm_worker.queue.errors import QueueUnavailable
 from edgellm_worker.retry import RetryReason, backoff_s, retry_delay_s
@@ -87,11 +88,11 @@ class Outbox:
         waiting = self._waiting
         return len(waiting.answers) + len(waiting.retries) + sum(len(r.deliveries) for r in waiting.releases)
 
-    def offer(self, delivery: Delivery, reply: Reply, *, dead_reason: str | None = None) -> None:
+    def offer(self, delivery: Delivery, reply: Reply | Outcome, *, dead_reason: str | None = None) -> None:
         self._waiting.answers[delivery.id] = (Answer(delivery, reply, dead_reason), self._clock())
         self._wake.set()
 
-    def finish(self, job: RunningJob, reply: Reply, *, dead_reason: str | None = None) -> None:
+    def finish(self, job: RunningJob, reply: Reply | Outcome, *, dead_reason: str | None = None) -> None:
         """As `offer`, with the job's last delta before it."""
         self._waiting.streams.pop(job.id, None)
         if job.prepared.delivery.job.stream:

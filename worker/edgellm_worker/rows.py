@@ -38,6 +38,7 @@ class Rows:
         self._metrics = metrics
         self._clock = clock
         self._running: dict[int, RunningJob] = {}
+        self._timed: dict[int, RunningJob] = {}  # those with a deadline
         self._key: Hashable | None = None
         self._num_added = 0
         self._heard_at = clock()
@@ -62,7 +63,7 @@ class Rows:
         return self._clock() - self._heard_at if self._running else 0.0
 
     def next_deadline_at(self) -> float | None:
-        return min((at for job in self._running.values() if (at := job.deadline_at) is not None), default=None)
+        return min((at for job in self._timed.values() if (at := job.deadline_at) is not None), default=None)
 
     def add(self, batch: Batch, members: Sequence[PreparedJob]) -> None:
         """Hand the members to the engine; they are what `begin` left of the batch."""
@@ -75,7 +76,9 @@ class Rows:
         for member in members:
             self._num_added += 1
             place = Place(self._num_added, info, member.delivery.attempt + 1, now, self._engine.traits)
-            self._running[place.row_id] = RunningJob(member, place, self._model)
+            job = self._running[place.row_id] = RunningJob(member, place, self._model)
+            if job.deadline_at is not None:
+                self._timed[place.row_id] = job
             self._engine.add(place.row_id, member.request)
 
     def apply(self, event: EngineEvent) -> None:
@@ -100,7 +103,7 @@ class Rows:
     def expire(self) -> None:
         """Answer the jobs whose timeout has passed, with what they have."""
         now = self._clock()
-        for job in tuple(self._running.values()):
+        for job in tuple(self._timed.values()):
             if job.deadline_at is not None and job.deadline_at <= now:
                 self._engine.remove(job.place.row_id)
                 self._end(job, Status.EXPIRED, FinishReason.CANCELLED, EXPIRED)
@@ -162,6 +165,7 @@ class Rows:
     def _forget(self, job: RunningJob) -> None:
         self._outbox.drop_stream(job.id)
         del self._running[job.place.row_id]
+        self._timed.pop(job.place.row_id, None)
         if not self._running:
             self._idle_since = self._clock()
 

@@ -11,17 +11,14 @@ from edgellm_producer.wire import (
     ErrorCode,
     ErrorInfo,
     FinishReason,
-    Reply,
-    Speculative,
     Status,
-    Timings,
     TokenLogprob,
     TopLogprob,
-    Usage,
 )
 from edgellm_worker.engine.api import EngineTraits, RowUpdate, TokenLogprobs
 from edgellm_worker.engine.api import FinishReason as RowFinish
 from edgellm_worker.jobs import PreparedJob, ServedModel, deadline_at
+from edgellm_worker.outcome import Outcome, Speculative, Timings, Usage
 from edgellm_worker.tokenizer import TextDelta
 
 MERGE_DELTAS_S: Final = 0.020
@@ -65,13 +62,13 @@ class DraftCounts:
         if self._num_steps == 0 and method == "mtp":
             method = self._why_off(traits, temperature)
         return Speculative(
-            method=method,
-            mean_acceptance_length=1 + self._num_accepted / self._num_steps if self._num_steps else 1.0,
-            draft_acceptance_rate=self._num_accepted / self._num_drafted if self._num_drafted else 0.0,
-            acceptance_histogram=self._histogram,
-            num_spec_steps=self._num_steps,
-            num_draft_tokens=self._num_drafted,
-            num_accepted_draft_tokens=self._num_accepted,
+            method,
+            1 + self._num_accepted / self._num_steps if self._num_steps else 1.0,
+            self._num_accepted / self._num_drafted if self._num_drafted else 0.0,
+            self._histogram,
+            self._num_steps,
+            self._num_drafted,
+            self._num_accepted,
         )
 
     def _why_off(self, traits: EngineTraits, temperature: float) -> str:
@@ -92,6 +89,7 @@ class RunningJob:
         self.prepared = prepared
         self.id = prepared.id
         self.place = place
+        self.deadline_at = deadline_at(prepared.delivery)
         self._model = model
         self._text = model.tokenizer.output_text(
             tuple(prepared.delivery.job.stop or ()), prepared.request.eos_token_ids
@@ -106,10 +104,6 @@ class RunningJob:
         self._sent_parts = 0
         self._sending: Delta | None = None
         self._sent_at = float("-inf")
-
-    @property
-    def deadline_at(self) -> float | None:
-        return deadline_at(self.prepared.delivery)
 
     def update(self, update: RowUpdate, now: float) -> FinishReason | None:
         """Take one step's tokens. Returns how the job ended, `ERROR` for a row that failed alone, or None."""
@@ -146,32 +140,25 @@ class RunningJob:
         self._sending = None
         self._sent_at = now
 
-    def end(self, status: Status, finish_reason: FinishReason | None, now: float, error: ErrorInfo | None) -> Reply:
+    def end(self, status: Status, finish_reason: FinishReason | None, now: float, error: ErrorInfo | None) -> Outcome:
         """The one answer. Text and tokens that are known stay in it, whatever the status."""
         self._release(self._text.finish())
-        delivery = self.prepared.delivery
-        sampling = self.prepared.request.sampling
-        num_prompt_tokens = len(self.prepared.request.prompt_token_ids)
-        return Reply(
-            id=self.id,
-            status=status,
-            text="".join(self._parts),
-            token_ids=self._token_ids,
-            logprobs=self._logprobs if delivery.job.logprobs else None,
-            seed=sampling.seed,
-            finish_reason=finish_reason,
-            error=error,
-            usage=Usage(
-                prompt_tokens=num_prompt_tokens,
-                completion_tokens=len(self._token_ids),
-                total_tokens=num_prompt_tokens + len(self._token_ids),
-            ),
-            timings=self._timings(now),
-            speculative=self._drafts.report(self.place.traits, sampling.temperature),
-            batch=self.place.batch,
-            attempt=self.place.attempt,
-            worker=self._model.worker,
-            reply_ttl_s=delivery.job.reply_ttl_s,
+        request = self.prepared.request
+        num_prompt_tokens, num_tokens = len(request.prompt_token_ids), len(self._token_ids)
+        return Outcome(
+            self.id,
+            status,
+            "".join(self._parts),
+            self._token_ids,
+            self._logprobs if self.prepared.delivery.job.logprobs else None,
+            request.sampling.seed,
+            finish_reason,
+            error,
+            Usage(num_prompt_tokens, num_tokens, num_prompt_tokens + num_tokens),
+            self._timings(now),
+            self._drafts.report(self.place.traits, request.sampling.temperature),
+            self.place.batch,
+            self.place.attempt,
         )
 
     def _release(self, delta: TextDelta) -> None:
@@ -210,12 +197,12 @@ class RunningJob:
         added_at = self.place.added_at
         first_at = self._first_token_at if self._first_token_at is not None else now
         return Timings(
-            queue_ms=queue_ms,
-            batch_wait_ms=(added_at - delivery.taken_at) * 1e3,
-            prefill_ms=(first_at - added_at) * 1e3,
-            time_to_first_token_ms=queue_ms + (first_at - delivery.taken_at) * 1e3,
-            generation_ms=(now - first_at) * 1e3,
-            total_ms=queue_ms + (now - delivery.taken_at) * 1e3,
+            queue_ms,
+            (added_at - delivery.taken_at) * 1e3,
+            (first_at - added_at) * 1e3,
+            queue_ms + (first_at - delivery.taken_at) * 1e3,
+            (now - first_at) * 1e3,
+            queue_ms + (now - delivery.taken_at) * 1e3,
         )
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, Self
 
 from edgellm_producer.wire import BatchInfo, Job, Reply, Status
+from edgellm_worker.outcome import Outcome
 from edgellm_worker.queue.api import Delivery
 
 ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -48,14 +49,14 @@ class JobTrace:
 
 
 class Tracer(Protocol):
-    def answered(self, delivery: Delivery, reply: Reply) -> None:
+    def answered(self, delivery: Delivery, reply: Reply | Outcome) -> None:
         """A reply became the visible one."""
 
     def close(self) -> None:
         """Send what is not sent yet."""
 
 
-def trace_of(delivery: Delivery, reply: Reply, *, queue: str) -> JobTrace:
+def trace_of(delivery: Delivery, reply: Reply | Outcome, *, queue: str) -> JobTrace:
     job, timings = delivery.job, reply.timings
     operation = "chat" if job.messages is not None else "text_completion"
     stages: list[tuple[str, float, Attributes]] = [("queue", timings.queue_ms, {})]
@@ -78,7 +79,7 @@ def trace_of(delivery: Delivery, reply: Reply, *, queue: str) -> JobTrace:
     return JobTrace(outer, tuple(children), job.traceparent, error)
 
 
-def _engine_stages(reply: Reply, batch: BatchInfo) -> list[tuple[str, float, Attributes]]:
+def _engine_stages(reply: Reply | Outcome, batch: BatchInfo) -> list[tuple[str, float, Attributes]]:
     timings, drafts = reply.timings, reply.speculative
     return [
         ("batch", timings.batch_wait_ms, {"edgellm.batch.id": batch.id, "edgellm.batch.size": batch.size}),
@@ -112,7 +113,7 @@ def _request_attributes(job: Job, operation: str) -> Attributes:
     }
 
 
-def _reply_attributes(reply: Reply) -> Attributes:
+def _reply_attributes(reply: Reply | Outcome) -> Attributes:
     attributes: dict[str, str | int | float | tuple[str, ...]] = {
         "gen_ai.response.id": reply.id,
         "gen_ai.usage.input_tokens": reply.usage.prompt_tokens,
@@ -138,7 +139,7 @@ def _queue_attributes(delivery: Delivery, queue: str) -> Attributes:
 class NoTracer:
     """Tracing is off."""
 
-    def answered(self, delivery: Delivery, reply: Reply) -> None:
+    def answered(self, delivery: Delivery, reply: Reply | Outcome) -> None:
         pass
 
     def close(self) -> None:
@@ -170,7 +171,7 @@ class OpenTelemetryTracer:
         provider.add_span_processor(export.BatchSpanProcessor(otlp.OTLPSpanExporter()))
         return cls(provider, queue=queue)
 
-    def answered(self, delivery: Delivery, reply: Reply) -> None:
+    def answered(self, delivery: Delivery, reply: Reply | Outcome) -> None:
         self._emit(trace_of(delivery, reply, queue=self._queue))
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from edgellm_worker.engine.api import Phase, StepReport
 from edgellm_worker.health import HealthSnapshot, WorkerState, state_of
 from edgellm_worker.metrics.definitions import DEFINITIONS, PREFIX, Label
 from edgellm_worker.metrics.series import SeriesTable
+from edgellm_worker.outcome import Outcome
 from edgellm_worker.queue.api import QueueCounters, QueueStats
 from edgellm_worker.retry import RetryReason
 from edgellm_worker.telemetry import Quantity, Source, TelemetryReading
@@ -79,6 +80,12 @@ class Metrics:
         for definition in DEFINITIONS:
             for values in _known_values(definition.label, shape) if definition.label else ():
                 self._series.create(definition.name, *values)
+        self._latency = self._series.histogram("e2e_request_latency_seconds")
+        self._queue_time = self._series.histogram("request_queue_time_seconds")
+        self._first_token = self._series.histogram("time_to_first_token_seconds")
+        self._prompt_tokens = self._series.histogram("request_prompt_tokens")
+        self._generation_tokens = self._series.histogram("request_generation_tokens")
+        self._per_token = self._series.histogram("request_time_per_output_token_seconds")
         self._series.set("build_info", 1, *shape.build)
         self._series.set("cache_config_info", 1, *shape.cache_config)
         self._series.set("slots_total", shape.max_batch_size)
@@ -96,21 +103,20 @@ class Metrics:
         """A counter by draft position, the first position first."""
         return [self.value(name, position=str(i)) for i in range(self._shape.num_speculative_tokens)]
 
-    def answered(self, reply: Reply) -> None:
+    def answered(self, reply: Reply | Outcome) -> None:
         """An answer that became the visible one."""
         if reply.status is not Status.OK:
             self.failed(reply.error.code if reply.error else ErrorCode.ENGINE_ERROR)
             return
         timings, usage = reply.timings, reply.usage
         self._series.add("request_success_total", 1, reply.finish_reason or WireFinishReason.STOP)
-        self._series.observe("e2e_request_latency_seconds", timings.total_ms / 1e3)
-        self._series.observe("request_queue_time_seconds", timings.queue_ms / 1e3)
-        self._series.observe("time_to_first_token_seconds", timings.time_to_first_token_ms / 1e3)
-        self._series.observe("request_prompt_tokens", usage.prompt_tokens)
-        self._series.observe("request_generation_tokens", usage.completion_tokens)
+        self._latency.observe(timings.total_ms / 1e3)
+        self._queue_time.observe(timings.queue_ms / 1e3)
+        self._first_token.observe(timings.time_to_first_token_ms / 1e3)
+        self._prompt_tokens.observe(usage.prompt_tokens)
+        self._generation_tokens.observe(usage.completion_tokens)
         if usage.completion_tokens > 1:
-            per_token_s = timings.generation_ms / 1e3 / (usage.completion_tokens - 1)
-            self._series.observe("request_time_per_output_token_seconds", per_token_s)
+            self._per_token.observe(timings.generation_ms / 1e3 / (usage.completion_tokens - 1))
 
     def failed(self, code: str, count: int = 1) -> None:
         known = code if code in set(ErrorCode) else ErrorCode.ENGINE_ERROR

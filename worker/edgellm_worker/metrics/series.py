@@ -74,6 +74,10 @@ class SeriesTable(Collector):
     def set(self, name: str, value: float, *labels: str) -> None:
         self._numbers[name][labels] = value
 
+    def histogram(self, name: str) -> Histogram:
+        """The one series of a histogram without labels, to observe it often."""
+        return self._histograms[name][()]
+
     def observe(self, name: str, value: float, *labels: str) -> None:
         self._histograms[name][labels].observe(value)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from edgellm_producer.keys import Priority
 from edgellm_producer.wire import Delta, Job, Reply
+from edgellm_worker.outcome import Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """One job that this worker holds a lease on.
 
     attempt        how often it was handed to an engine before (0 for a fresh job)
@@ -45,12 +45,11 @@ class BeginOutcome(StrEnum):
     EXHAUSTED = "exhausted"  # no attempt is left: dead-letter it
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A reply to publish. `dead_reason` set: the job also goes to the dead-letter stream."""
 
     delivery: Delivery
-    reply: Reply
+    reply: Reply | Outcome
     dead_reason: str | None = None
 
 

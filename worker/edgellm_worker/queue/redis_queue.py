@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from edgellm_producer.connect import connect_blocking
 from edgellm_producer.keys import Priority
 from edgellm_producer.wire import Delta, Job, Status, encode
+from edgellm_worker.outcome import packed
 from edgellm_worker.queue.api import Answer, BeginOutcome, Delivery, QueueCounters, QueueStats
 from edgellm_worker.queue.config import QueueConfig
 from edgellm_worker.queue.errors import ModelMismatch, QueueUnavailable
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 SWEEP_LIMIT = 200
 NEWER_VERSION_DELAYS = 2
+_BEGIN_OUTCOMES = {outcome.encode(): outcome for outcome in BeginOutcome}
 
 
 def _entry(delivery: Delivery) -> Entry:
@@ -178,16 +180,16 @@ class RedisQueue:
         if row.deadline_ms is not None and row.deadline_ms <= now_ms:
             return ending(row, Status.EXPIRED, now_ms, self.consumer)
         return Delivery(
-            job=job,
-            priority=row.lane,
-            entry_id=row.entry_id,
-            attempt=row.attempt,
-            enqueued_at_ms=row.enqueued_at_ms,
-            deadline_ms=row.deadline_ms,
-            taken_at=time.monotonic(),
-            taken_at_ms=now_ms,
-            runs_alone=row.runs_alone,
-            solo_kills=row.solo_kills,
+            job,
+            row.lane,
+            row.entry_id,
+            row.attempt,
+            row.enqueued_at_ms,
+            row.deadline_ms,
+            time.monotonic(),
+            now_ms,
+            row.runs_alone,
+            row.solo_kills,
         )
 
     async def _adopt(self, row: Row, job: Job) -> Row | None:
@@ -231,7 +233,7 @@ class RedisQueue:
         entries = [_entry(delivery) for delivery in deliveries]
         limits: list[str | bytes | int] = [self.consumer, self._config.max_attempts, self._config.max_solo_kills]
         reply = await self._link.run("begin", limits + _flat(entries))
-        outcomes = [BeginOutcome(word.decode()) for word in reply]
+        outcomes = [_BEGIN_OUTCOMES[word] for word in reply]
         self._held.remove(e for e, outcome in zip(entries, outcomes, strict=True) if outcome is BeginOutcome.LOST)
         return outcomes
 
@@ -277,18 +279,19 @@ class RedisQueue:
         return visible
 
     def _settlement(self, answer: Answer) -> Settlement:
-        job = answer.delivery.job
+        delivery, reply, dead_reason = answer
+        ttl_s = delivery.job.reply_ttl_s
         return Settlement(
-            lane=answer.delivery.priority,
-            entry_id=answer.delivery.entry_id,
-            job_id=job.id,
-            status=answer.reply.status,
-            code="",
-            reply=encode(answer.reply, worker=self.consumer, reply_ttl_s=job.reply_ttl_s),
-            reply_ttl_ms=job.reply_ttl_s * 1000,
-            dead_reason=answer.dead_reason or "",
-            envelope=encode(job) if answer.dead_reason else b"",
-            attempts=answer.reply.attempt,
+            delivery.priority,
+            delivery.entry_id,
+            delivery.job.id,
+            reply.status,
+            "",
+            packed(reply, worker=self.consumer, reply_ttl_s=ttl_s),
+            ttl_s * 1000,
+            dead_reason or "",
+            encode(delivery.job) if dead_reason else b"",
+            reply.attempt,
         )
 
     async def _refuse(self, settlements: Sequence[Settlement]) -> None:

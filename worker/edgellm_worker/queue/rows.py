@@ -45,22 +45,25 @@ class Row(NamedTuple):
     newer_seen: int
 
 
+_LANES: Final = {lane.encode(): lane for lane in Priority}
+
+
 def parse_row(raw: Sequence[Any]) -> Row:
     lane, entry, job_id, envelope, enqueued, attempt, kills, alone, deadline, ttl, cancelled, known, newer = raw
     return Row(
-        lane=Priority(lane.decode()),
-        entry_id=entry.decode(),
-        id=job_id.decode("utf-8", "replace"),
-        envelope=envelope,
-        enqueued_at_ms=int(enqueued),
-        attempt=max(0, int(attempt)),
-        solo_kills=int(kills),
-        runs_alone=alone == b"1",
-        deadline_ms=int(deadline) if deadline else None,
-        reply_ttl_ms=int(ttl) if ttl else DEFAULT_REPLY_TTL_S * 1000,
-        is_cancelled=bool(cancelled),
-        is_known=bool(known),
-        newer_seen=int(newer),
+        _LANES[lane],
+        entry.decode(),
+        job_id.decode("utf-8", "replace"),
+        envelope,
+        int(enqueued),
+        max(0, int(attempt)),
+        int(kills),
+        alone == b"1",
+        int(deadline) if deadline else None,
+        int(ttl) if ttl else DEFAULT_REPLY_TTL_S * 1000,
+        bool(cancelled),
+        bool(known),
+        int(newer),
     )
 
 
