@@ -2,6 +2,7 @@
 // another. Copies to shared memory arrive when they are waited for, not before; shared memory begins as rubbish.
 #include <ucontext.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -21,11 +22,17 @@ struct uint4 {
 struct float4 {
   float x, y, z, w;
 };
+struct float2 {
+  float x, y;
+};
 struct Index {
-  unsigned x;
+  unsigned x, y;
 };
 static Index threadIdx, blockIdx, gridDim;
-constexpr int THREADS = 256, STACK = 1 << 16, SHARED = 100 << 10;
+#ifndef BLOCK_THREADS
+#define BLOCK_THREADS 256
+#endif
+constexpr int STACK = 1 << 16, SHARED = 100 << 10;
 alignas(128) static unsigned char shared_memory[SHARED];
 
 struct Copy {
@@ -55,12 +62,19 @@ struct Barrier {
     while (generation == mine) yield();
   }
 };
-static Barrier of_block, of_warp[THREADS / 32];
+static Barrier of_block, of_warp[BLOCK_THREADS / 32];
 
-inline void __syncthreads() { of_block.wait(THREADS); }
+inline void __syncthreads() { of_block.wait(BLOCK_THREADS); }
 inline void __threadfence() {}
+inline void start_next() {}
+inline void await_previous() {}
 inline int atomicAdd(int* p, int value) { return (*p += value) - value; }
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a < b ? b : a; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float __expf(float x) { return expf(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float2 __ldcg(const float2* p) { return *p; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float4 __ldcg(const float4* p) { return *p; }
 float __shfl_xor_sync(unsigned, float, int);
@@ -83,6 +97,7 @@ inline unsigned short f2h(float f) {
   return h;
 }
 inline float half_of(unsigned pair, int which) { return h2f((unsigned short)(pair >> 16 * which)); }
+inline unsigned pack_half2(float low, float high) { return f2h(low) | (unsigned)f2h(high) << 16; }
 inline unsigned multiply2(unsigned a, unsigned b) {
   return f2h(half_of(a, 0) * half_of(b, 0)) | (unsigned)f2h(half_of(a, 1) * half_of(b, 1)) << 16;
 }
@@ -111,11 +126,28 @@ inline T read(unsigned address) {
 inline uint4 read16(unsigned address) { return read<uint4>(address); }
 inline unsigned read4(unsigned address) { return read<unsigned>(address); }
 
+// 8 x 8 matrices of float16: lane l gives the address of row l % 8 of matrix l / 8, and gets two neighbours of row l / 4.
+template <int COUNT>
+inline void load_matrices(unsigned (&r)[4], unsigned address) {
+  static unsigned addresses[BLOCK_THREADS / 32][32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  addresses[warp][lane] = address;
+  of_warp[warp].wait(32);
+  for (int i = 0; i < COUNT; ++i) r[i] = read4(addresses[warp][i * 8 + lane / 4] + lane % 4 * 4);
+  of_warp[warp].wait(32);
+}
+inline void load4(unsigned (&r)[4], unsigned address) { load_matrices<4>(r, address); }
+inline void load2(unsigned& r0, unsigned& r1, unsigned address) {
+  unsigned r[4];
+  load_matrices<2>(r, address);
+  r0 = r[0], r1 = r[1];
+}
+
 // m16n8k16: lane 4 g + t holds of a rows g and g + 8, of b column g, and k 2t, 2t + 1, 2t + 8, 2t + 9 of both.
 struct Operands {
   unsigned a[32][4], b[32][2];
 };
-static Operands given[THREADS / 32];
+static Operands given[BLOCK_THREADS / 32];
 
 inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -142,14 +174,15 @@ static void start() {
 }
 
 // Runs `run` once for each thread of each block.
-static void launch(int blocks, void (*run)()) {
-  static std::unique_ptr<unsigned char[]> stacks(new unsigned char[(size_t)THREADS * STACK]);
+static void launch(int blocks, void (*run)(), int blocks_y = 1) {
+  static std::unique_ptr<unsigned char[]> stacks(new unsigned char[(size_t)BLOCK_THREADS * STACK]);
   body = run;
-  gridDim.x = blocks;
-  for (blockIdx.x = 0; blockIdx.x < (unsigned)blocks; ++blockIdx.x) {
+  gridDim.x = blocks, gridDim.y = blocks_y;
+  for (int block = 0; block < blocks * blocks_y; ++block) {
+    blockIdx.x = block % blocks, blockIdx.y = block / blocks;
     memset(shared_memory, 0x7e, SHARED);
-    fibers = std::vector<Fiber>(THREADS);
-    for (int i = 0; i < THREADS; ++i) {
+    fibers = std::vector<Fiber>(BLOCK_THREADS);
+    for (int i = 0; i < BLOCK_THREADS; ++i) {
       getcontext(&fibers[i].context);
       fibers[i].context.uc_stack.ss_sp = stacks.get() + (size_t)i * STACK;
       fibers[i].context.uc_stack.ss_size = STACK;
@@ -158,7 +191,7 @@ static void launch(int blocks, void (*run)()) {
     }
     for (bool is_running = true; is_running;) {
       is_running = false;
-      for (current = 0; current < THREADS; ++current) {
+      for (current = 0; current < BLOCK_THREADS; ++current) {
         if (fibers[current].has_ended) continue;
         threadIdx.x = current;
         swapcontext(&scheduler, &fibers[current].context);

@@ -162,6 +162,30 @@ def test_a_part_that_is_wanted_by_itself_is_not_left_in_the_joint_product() -> N
     assert segment.outputs == (one, other)
 
 
+def gated(rows: int, *, is_gate_wanted: bool = False) -> Graph:
+    ops = TensorRtOps()
+    weights = [DenseWeight(np.zeros((64, 16), np.float16))] * 2
+    gate, up = ops.fused_linear(ops.input("x", (1, rows, 16), Dtype.FLOAT16), weights, [None, None])
+    down = ops.linear(ops.swiglu(gate, up), DenseWeight(np.zeros((16, 64), np.float16)))
+    return ops.graph({"y": down, "gate": gate} if is_gate_wanted else {"y": down})
+
+
+def test_a_product_of_few_rows_does_the_activation_behind_it() -> None:
+    """Its two parts are never stored; what comes of them has a place from that product on, beside the product's input."""
+    layout = lay_out(gated(48), frozenset({"x", "y"}), Lowering.PRODUCTS)
+    (activation,) = layout.activations.values()
+    assert [type(step) for step in layout.steps] == [Segment, Segment]
+    assert set(layout.offsets) == set(activation.outputs)
+    assert layout.num_bytes == 2 * 48 * 64
+
+
+@pytest.mark.parametrize("graph", [gated(49), gated(48, is_gate_wanted=True)], ids=["many rows", "a part is wanted"])
+def test_other_activations_are_launches(graph: Graph) -> None:
+    layout = lay_out(graph, frozenset(graph.outputs), Lowering.PRODUCTS)
+    assert not layout.activations
+    assert len(layout.steps) == 3
+
+
 @pytest.mark.parametrize("lowering", Lowering)
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3", "llama"])
 def test_every_pass_can_be_prepared(family: str, lowering: Lowering) -> None:
@@ -206,9 +230,9 @@ def test_a_block_of_a_steps_attention_fits_the_gpu(block_kib: int, warps: int) -
 @pytest.mark.parametrize(
     ("rows", "weight", "bias", "is_kernel"),
     [
-        (24, DenseWeight(np.zeros((48, 64), np.float16)), None, True),
-        (25, DenseWeight(np.zeros((48, 64), np.float16)), None, False),
-        (4, DenseWeight(np.zeros((48, 80), np.float16)), None, False),
+        (48, DenseWeight(np.zeros((48, 64), np.float16)), None, True),
+        (49, DenseWeight(np.zeros((48, 64), np.float16)), None, False),
+        (4, DenseWeight(np.zeros((48, 84), np.float16)), None, False),
         (4, DenseWeight(np.zeros((48, 64), np.float16)), DenseWeight(np.zeros(48, np.float32)), False),
         (4, Fp8Weight(np.zeros((48, 64), np.uint8), np.float32(1)), None, False),
     ],

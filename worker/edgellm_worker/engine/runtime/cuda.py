@@ -11,6 +11,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from importlib import resources
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +20,7 @@ import numpy as np
 
 from edgellm_worker.engine.checkpoint.weights import Array
 from edgellm_worker.engine.errors import BuildError, CapacityError, EngineError
+from edgellm_worker.engine.runtime.host_memory import available_bytes
 
 Argument = int | float
 _ALIGNMENT = 256
@@ -98,6 +100,16 @@ class Cuda:
         minor = self._call("cuDeviceGetAttribute", kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, self._device)
         return f"sm{major}{minor}"
 
+    @cached_property
+    def has_clusters(self) -> bool:
+        """Clusters of blocks, and launches that overlap: both since SM90."""
+        return int(self.architecture.removeprefix("sm")) >= 90
+
+    @cached_property
+    def num_multiprocessors(self) -> int:
+        count = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        return int(self._call("cuDeviceGetAttribute", count, self._device))
+
     @property
     def block_shared_bytes(self) -> int:
         """The most shared memory that a block can ask for."""
@@ -109,9 +121,14 @@ class Cuda:
         return str(self._call("cuDeviceGetName", 128, self._device).split(b"\0")[0].decode())
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes."""
-        free, total = self._call("cuMemGetInfo")
-        return int(free), int(total)
+        """(free, total) bytes. Where the GPU shares the host's memory (Jetson, DGX Spark) the driver calls pages of files
+        used, and a checkpoint that was just read fills them: what the kernel would give up counts as free there.
+        """
+        free, total = map(int, self._call("cuMemGetInfo"))
+        kind = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED
+        if self._call("cuDeviceGetAttribute", kind, self._device):
+            free = min(total, max(free, available_bytes()))
+        return free, total
 
     # --- memory ---
 
@@ -265,16 +282,45 @@ class Cuda:
 
     def resident_blocks(self, kernel: Kernel, threads: int) -> int:
         """How many blocks of `kernel` the whole device holds at once."""
-        count = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-        multiprocessors = int(self._call("cuDeviceGetAttribute", count, self._device))
         name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-        return multiprocessors * int(self._call(name, kernel.function, threads, kernel.shared_bytes))
+        return self.num_multiprocessors * int(self._call(name, kernel.function, threads, kernel.shared_bytes))
 
-    def run(self, kernel: Kernel, grid: tuple[int, int, int], threads: int, arguments: Sequence[Argument]) -> None:
-        """Arguments by the kernel's signature: "p" pointer, "i" int, "f" float."""
+    def run(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+        *,
+        is_cluster: bool = False,
+    ) -> None:
+        """Arguments by the kernel's signature: "p" pointer, "i" int, "f" float. `is_cluster`: blocks that differ in the
+        grid's second index alone are one cluster, of eight at most.
+
+        Since SM90 a launch may begin before the one before it has ended: kernels wait by themselves (`await_previous`).
+        """
         values = (tuple(arguments), tuple(_ARGUMENT_TYPES[kind] for kind in kernel.signature))
         size = kernel.shared_bytes
-        self._call("cuLaunchKernel", kernel.function, *grid, threads, 1, 1, size, self.stream, values, 0)
+        if not self.has_clusters:
+            self._call("cuLaunchKernel", kernel.function, *grid, threads, 1, 1, size, self.stream, values, 0)
+            return
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = size, self.stream
+        attributes = [self._attribute("PROGRAMMATIC_STREAM_SERIALIZATION")]
+        attributes[0].value.programmaticStreamSerializationAllowed = 1
+        if is_cluster:
+            attributes.append(self._attribute("CLUSTER_DIMENSION"))
+            shape = attributes[1].value.clusterDim
+            shape.x, shape.y, shape.z = 1, grid[1], 1
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        self._call("cuLaunchKernelEx", config, kernel.function, values, 0)
+
+    def _attribute(self, name: str) -> Any:
+        attribute = self._driver.CUlaunchAttribute()
+        attribute.id = getattr(self._driver.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+        return attribute
 
 
 _ARGUMENT_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}

@@ -10,6 +10,7 @@ parts of one product, heads, and slices of heads are views, and nothing is copie
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,6 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from edgellm_worker.engine.build.segments import Segment, Step, cut, live_nodes
+from edgellm_worker.engine.checkpoint.weights import DenseWeight
 from edgellm_worker.engine.errors import BuildError
 from edgellm_worker.engine.ops.graph import Dtype, Graph, Lowering, Node, Op, Value
 
@@ -58,6 +60,7 @@ class View:
 class Layout:
     """Steps, where each value lies in the arena, and the values that are another one: in place or the same memory read
     alike (`roots`), or parts of it (`views`). `fused` nodes launch nothing: the kernel that reads them does their work.
+    `activations` are done by the product before them, which does not store what it made: by that product's output.
     """
 
     steps: tuple[Step, ...]
@@ -66,6 +69,7 @@ class Layout:
     roots: Mapping[Value, Value]
     views: Mapping[Value, View]
     fused: frozenset[Node]
+    activations: Mapping[Value, Node]
     has_products: bool  # networks hold matrix products alone
 
     def view(self, value: Value) -> View:
@@ -77,6 +81,9 @@ def lay_out(graph: Graph, bound: frozenset[str], lowering: Lowering = Lowering.R
     steps = cut(graph, lowering)
     given = {graph.outputs[name] for name in bound if name in graph.outputs}
     views = _views(graph, steps, given) if lowering is Lowering.PRODUCTS else {}
+    activations = _activations(graph, steps, views)
+    done = set(activations.values())
+    steps = tuple(step for step in steps if isinstance(step, Segment) or step.node not in done)
     roots = {**_in_place_roots(graph), **{value: view.root for value, view in views.items() if view.root is not value}}
     fused = _fused(graph, given, lowering)
     last_use: dict[Value, int] = {}
@@ -87,12 +94,12 @@ def lay_out(graph: Graph, bound: frozenset[str], lowering: Lowering = Lowering.R
     places = _Places()
     offsets: dict[Value, int] = {}
     for index, step in enumerate(steps):
-        for value in _outputs(step):
+        for value in _outputs(step, activations):
             if value not in roots and value not in given:
                 size = _num_bytes(value, views.get(value))
                 offsets[value] = places.take(size, last_use.get(value, index))
         places.release(index)
-    return Layout(steps, offsets, places.num_bytes, roots, views, fused, lowering is Lowering.PRODUCTS)
+    return Layout(steps, offsets, places.num_bytes, roots, views, fused, activations, lowering is Lowering.PRODUCTS)
 
 
 def _in_place_roots(graph: Graph) -> dict[Value, Value]:
@@ -123,8 +130,10 @@ def reads(step: Step, fused: frozenset[Node]) -> Iterator[Value]:
             waiting.extend(producer.inputs)
 
 
-def _outputs(step: Step) -> Sequence[Value]:
-    return step.outputs if isinstance(step, Segment) else step.node.outputs
+def _outputs(step: Step, activations: Mapping[Value, Node]) -> Sequence[Value]:
+    if not isinstance(step, Segment):
+        return step.node.outputs
+    return activations[step.outputs[0]].outputs if step.outputs[0] in activations else step.outputs
 
 
 def _num_bytes(value: Value, view: View | None) -> int:
@@ -175,6 +184,38 @@ def _slices(outputs: Sequence[Value], source: View) -> dict[Value, View]:
         step = size if len(out.shape) == 3 else source.step
         found[out] = replace(source, offset=offset, step=step, width=size)
         offset += size
+    return found
+
+
+# --- products of our own, and what they do besides ---
+
+MOST_PRODUCT_ROWS = 48
+"""Of the kernel for products of few rows (kernels/linear.cu), which reads a weight once."""
+
+
+def is_own_product(segment: Segment) -> bool:
+    """Whether the kernel for products of few rows takes this network's place: no biases, no quantized weights."""
+    if len(segment.nodes) != 1 or len(segment.weight_groups) != 1 or len(segment.outputs) != 1:
+        return False
+    weights = segment.weight_groups[0].weights
+    is_plain = segment.weight_groups[0].is_matrix and all(isinstance(weight, DenseWeight) for weight in weights)
+    width, depth = sum(weight.shape[0] for weight in weights), weights[0].shape[-1]
+    return is_plain and segment.num_rows <= MOST_PRODUCT_ROWS and not depth % 8 and not width % 2
+
+
+def _activations(graph: Graph, steps: Sequence[Step], views: Mapping[Value, View]) -> dict[Value, Node]:
+    """SwiGLU by the product that makes both its inputs, where nothing else reads them."""
+    found: dict[Value, Node] = {}
+    products = {step.outputs[0]: step.joined[0] for step in steps if isinstance(step, Segment) and step.joined}
+    own = {step.outputs[0] for step in steps if isinstance(step, Segment) and is_own_product(step)}
+    readers = Counter(value for node in live_nodes(graph) for value in node.inputs)
+    for node in live_nodes(graph):
+        if node.op is not Op.SWIGLU or node.inputs[0] not in views:
+            continue
+        root = views[node.inputs[0]].root
+        is_alone = all(readers[value] == 1 for value in node.inputs) and node.outputs[0] not in views
+        if root in own and is_alone and tuple(products.get(root, node).outputs) == node.inputs:
+            found[root] = node
     return found
 
 

@@ -1,7 +1,7 @@
 """Products of few rows as kernel calls (kernels/linear.cu), where networks hold products alone (`Lowering.PRODUCTS`).
 
-At the rows of a step a product takes as long as reading its weight; TensorRT 8.6's kernels take about twice that. The
-networks stay for more rows than MOST_ROWS, and for what this kernel does not take: biases and quantized weights.
+At the rows of a step a product takes as long as reading its weight; TensorRT 8.6's kernels take longer. Which products
+these are is `is_own_product`; the networks have the others.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from edgellm_worker.engine.build.segments import Segment
-from edgellm_worker.engine.checkpoint.weights import DenseWeight
 from edgellm_worker.engine.runtime.cuda import Cuda, Kernel
+from edgellm_worker.engine.runtime.tensorrt_layout import is_own_product
 from edgellm_worker.engine.runtime.tensorrt_place import Place
 from edgellm_worker.engine.runtime.tensorrt_weights import WeightStore
 
 Launch = Callable[[], None]
 CompileKernel = Callable[[str, str, str, dict[str, int], int], Kernel]
 
-MOST_ROWS = 24
-"""Above this the kernel reads x too often: at 32 rows the networks were faster on an H200 (docs/benchmarks.md)."""
-
-_COLUMNS, _WARPS, _CHUNK = 32, 8, 32  # of a block, as the kernel has them; elements of the depth
-_ENOUGH_BLOCKS = 150
-_LEAST_CHUNKS = 2  # of a warp: a shorter share of the depth costs more than it reads
+_COLUMNS, _CHUNK, _THREADS = 64, 64, 160  # of a block, as the kernel has them; elements of the depth
+_STAGES = 8
+_ALONE_BYTES, _SHARING_BYTES = 96 << 10, 73 << 10
+"""Of a block's stages, where it has the whole depth and where several share it: two and three find room in a
+multiprocessor, with the next kernel's. Measured on an H200 in the order of a layer (docs/benchmarks.md)."""
+_BLOCKS = 2  # of a multiprocessor: the depth is shared until there are as many
+_MOST_SPLITS = 8  # the largest cluster that every GPU with clusters takes
+_LEAST_CHUNKS = 4  # of a block: a shorter share of the depth costs more than it reads
 
 
 @dataclass(slots=True)
@@ -38,24 +40,31 @@ class Products:
     _scratch: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
 
     def prepare(self, segment: Segment, place: Place) -> Launch | None:
-        """-> what launches the segment's only product, or None where a network must run it."""
-        group = segment.weight_groups[0]
-        rows = segment.num_rows
-        is_plain = len(segment.nodes) == len(segment.weight_groups) == len(segment.outputs) == 1
-        if not is_plain or rows > MOST_ROWS or not all(isinstance(weight, DenseWeight) for weight in group.weights):
+        """-> what launches the segment's only product, with the activation behind it that `place.layout` gave to it;
+        None where a network must run it.
+        """
+        if not is_own_product(segment):
             return None
-        width, depth = sum(weight.shape[0] for weight in group.weights), group.weights[0].shape[1]
-        if depth % _CHUNK:
-            return None
-        tiles, blocks = -(-rows // 8), -(-width // _COLUMNS)
-        splits = _splits(blocks, depth)
-        partial, arrived = self._split_scratch(blocks, 4 * splits * tiles * 8 * _COLUMNS)
-        shared = 4 * _WARPS * tiles * 8 * (_COLUMNS + 1)
-        kernel = self.kernel("linear", "linear", "ppppp" + "iii", {"TILES": tiles}, shared)
-        pointers = (place.pointer(segment.inputs[0]), self.weights.inputs(group)[""])
-        out = place.heads(segment.outputs[0]).pointer
-        arguments = (*pointers, out, partial, arrived, rows, width, depth)
-        return lambda: self.cuda.run(kernel, (blocks, splits, 1), 32 * _WARPS, arguments)
+        (group,) = segment.weight_groups
+        rows, width, depth = segment.num_rows, sum(w.shape[0] for w in group.weights), group.weights[0].shape[1]
+        activation = place.layout.activations.get(segment.outputs[0])
+        tiles = -(-rows // 8)
+        blocks = -(-width // _COLUMNS)
+        splits = 1 if activation is not None else self._splits(blocks, depth)
+        is_cluster = self.cuda.has_clusters and splits > 1
+        partial, arrived = (0, 0)
+        if splits > 1 and not is_cluster:
+            partial, arrived = self._split_scratch(blocks, 4 * splits * tiles * 8 * _COLUMNS)
+        stage_bytes = (_COLUMNS + tiles * 8) * _CHUNK * 2
+        most_bytes = _ALONE_BYTES if splits == 1 else _SHARING_BYTES
+        stages = min(most_bytes // stage_bytes, _STAGES)
+        macros = {"TILES": tiles, "STAGES": stages, "CLUSTER": int(self.cuda.has_clusters)}
+        macros["SWIGLU"] = int(activation is not None)
+        kernel = self.kernel("linear", "linear", "ppppp" + "iii", macros, stages * stage_bytes)
+        out = segment.outputs[0] if activation is None else activation.outputs[0]
+        pointers = (place.pointer(segment.inputs[0]), self.weights.inputs(group)[""], place.heads(out).pointer)
+        arguments = (*pointers, partial, arrived, rows, width, depth)
+        return lambda: self.cuda.run(kernel, (blocks, splits, 1), _THREADS, arguments, is_cluster=is_cluster)
 
     def _split_scratch(self, blocks: int, bytes_per_block: int) -> tuple[int, int]:
         need, stream = blocks * bytes_per_block, int(self.cuda.stream)
@@ -66,10 +75,9 @@ class Products:
         self._scratch[stream, need, blocks] = made
         return made
 
-
-def _splits(blocks: int, depth: int) -> int:
-    """How many blocks share the depth: until the GPU is busy, as long as each warp has enough to read."""
-    splits = 1
-    while blocks * splits < _ENOUGH_BLOCKS and depth >= 2 * splits * _CHUNK * _WARPS * _LEAST_CHUNKS:
-        splits *= 2
-    return splits
+    def _splits(self, blocks: int, depth: int) -> int:
+        """How many blocks share the depth: as many as the GPU holds at once, as long as each has enough to read. Not by
+        the rows: a row is to have the same bits in any batch.
+        """
+        room = _BLOCKS * self.cuda.num_multiprocessors // blocks
+        return max(1, min(room, _MOST_SPLITS, -(-depth // _CHUNK) // _LEAST_CHUNKS))

@@ -64,13 +64,11 @@ __device__ void load_tile(Tiles& sh, const kv_t* cache, const half_t* fresh, kv_
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128) attend(const half_t* __restrict__ q, const half_t* __restrict__ k,
-                                                         const half_t* __restrict__ v, kv_t* cache_k, kv_t* cache_v,
-                                                         const int* __restrict__ starts, const int* __restrict__ slots,
-                                                         half_t* __restrict__ out, float* __restrict__ partial,
-                                                         int* __restrict__ arrived, int num_tokens, int k_pitch,
-                                                         int v_pitch, int v_step, float scale, float k_scale,
-                                                         float v_scale) {
+extern "C" __global__ void __launch_bounds__(128)
+    attend(const half_t* q, const half_t* k, const half_t* v, kv_t* cache_k, kv_t* cache_v, const int* starts,
+           const int* slots, half_t* out, float* partial, int* arrived, int num_tokens, int k_pitch, int v_pitch,
+           int v_step, float scale, float k_scale, float v_scale) {
+  take_turn();
   extern __shared__ char raw_shared[];
   Tiles& sh = *(Tiles*)raw_shared;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, pair = lane % 4;

@@ -161,23 +161,44 @@ struct Values {
   }
 };
 
+// The tiles of one of the blocks that share a context of `start` cached positions.
+struct Span {
+  int num_splits, first_tile, end_tile;
+
+  __device__ __forceinline__ Span(int start, int split) {
+    num_splits = min(max((start + SPLIT_AT - 1) / SPLIT_AT, 1), SPLITS);
+    const int num_tiles = (start + 15) / 16, share = (num_tiles + num_splits - 1) / num_splits;
+    first_tile = split * share, end_tile = min(first_tile + share, num_tiles);
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-    attend_step(const half_t* __restrict__ q, const half_t* __restrict__ k, const half_t* __restrict__ v, kv_t* cache_k,
-                kv_t* cache_v, const int* __restrict__ starts, const int* __restrict__ slots, half_t* __restrict__ out,
-                float* partial, int* arrived, const float* __restrict__ cosines, const float* __restrict__ sines,
-                const float* __restrict__ q_weight, const float* __restrict__ k_weight, int num_tokens, int q_pitch,
-                int q_step, int k_pitch, int k_step, int v_pitch, int v_step, float scale, float k_scale, float v_scale,
-                float eps, float offset) {
+    attend_step(const half_t* q, const half_t* k, const half_t* v, kv_t* cache_k, kv_t* cache_v, const int* starts,
+                const int* slots, half_t* out, float* partial, int* arrived, const float* cosines, const float* sines,
+                const float* q_weight, const float* k_weight, int num_tokens, int q_pitch, int q_step, int k_pitch,
+                int k_step, int v_pitch, int v_step, float scale, float k_scale, float v_scale, float eps,
+                float offset) {
+  start_next();
   extern __shared__ __align__(16) char raw_shared[];
   Step& sh = *(Step*)raw_shared;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, pair = lane % 4;
   const int num_q_blocks = (num_tokens * G + ROWS - 1) / ROWS;
   const int q_block = blockIdx.x % num_q_blocks, split = blockIdx.x / num_q_blocks, head = blockIdx.y, b = blockIdx.z;
+  if (threadIdx.x == 0 && q_block == 0) {  // what a row's start may have been a kernel ago is near enough for a prefetch
+    const int start = min(max(__ldcg(starts + b), 0), L);
+    const Span span(start, split);
+    const size_t from = ((size_t)(__ldcg(slots + b) * HKV + head) * L + span.first_tile * 16) * D;
+    const int count = min(span.end_tile * 16, start) - span.first_tile * 16;
+    if (count > 0) {
+      prefetch(cache_k + from, count * D * sizeof(kv_t));
+      prefetch(cache_v + from, count * D * sizeof(kv_t));
+    }
+  }
+  await_previous();
   const int start = starts[b], slot = slots[b];
-  const int num_splits = min(max((start + SPLIT_AT - 1) / SPLIT_AT, 1), SPLITS);
+  const Span span(start, split);
+  const int num_splits = span.num_splits, end_tile = span.end_tile;
   if (split >= num_splits) return;
-  const int num_tiles = (start + 15) / 16, share = (num_tiles + num_splits - 1) / num_splits;
-  const int first_tile = split * share, end_tile = min(first_tile + share, num_tiles);
   const int first_row = q_block * ROWS, num_rows = min(ROWS, num_tokens * G - first_row);
   const Norm norm = {eps, offset};
 
@@ -186,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   // a warp's first tile is on its way while queries and new keys are made ready
   const kv_t* const keys = cache_k + cache_at;
   const kv_t* const values = cache_v + cache_at;
-  int tile = first_tile + warp;
+  int tile = span.first_tile + warp;
   uint4 kf[2][D / 32];
   Values early;
   if (tile < end_tile) load_keys(kf, keys, tile * 16, start);

@@ -79,9 +79,9 @@ __device__ __forceinline__ void select(const u32 (&keys)[N], int (&places)[N], S
 }
 
 // scores [rows, vocab]; found [rows, PARTS, K]; sums [rows, PARTS, 2]: maximum, sum of exp(x - maximum)
-extern "C" __global__ void __launch_bounds__(THREADS) parts(const half_t* __restrict__ scores,
-                                                            Candidate* __restrict__ found, float* __restrict__ sums,
-                                                            int vocab) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    parts(const half_t* scores, Candidate* found, float* sums, int vocab) {
+  await_previous();  // and the next may begin when this is done: it has nothing to do before
   __shared__ Shared sh;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const half_t* row = scores + (size_t)blockIdx.y * vocab;
@@ -130,9 +130,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) parts(const half_t* __rest
 }
 
 // -> values, ids [rows, K], falling, equal values by id; log_sum_exp [rows] unless null
-extern "C" __global__ void __launch_bounds__(THREADS) merge(const Candidate* __restrict__ found,
-                                                            const float* __restrict__ sums, float* __restrict__ values,
-                                                            int* __restrict__ ids, float* __restrict__ log_sum_exp) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    merge(const Candidate* found, const float* sums, float* values, int* ids, float* log_sum_exp) {
+  take_turn();
   __shared__ Shared sh;
   __shared__ Candidate best[K];
   const int t = threadIdx.x;
@@ -170,7 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(const Candidate* __r
 }
 
 // log_sum_exp alone, from the same parts
-extern "C" __global__ void __launch_bounds__(32) merge_sums(const float* __restrict__ sums, float* __restrict__ out) {
+extern "C" __global__ void __launch_bounds__(32) merge_sums(const float* sums, float* out) {
+  take_turn();
   const float* part = sums + (size_t)blockIdx.x * PARTS * 2;
   const int t = threadIdx.x;
   float top = -3.4e38f, sum = 0.f;

@@ -31,11 +31,37 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Launches may overlap: a kernel that begins early waits here for all that were launched before it.
-__device__ __forceinline__ void take_turn() {
+// Launches overlap (programmatic dependent launch, since SM90): a kernel lets the next one begin as soon as all its own
+// blocks have, and that one may read what no kernel writes, the weights, before it waits for all kernels before it.
+// What kernels write must not be __restrict__ const: it changes while a later kernel has begun.
+__device__ __forceinline__ void start_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void await_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+// Into the L2 cache, from where whoever needs it reads what is current: it may be asked for before the wait.
+__device__ __forceinline__ void prefetch(const void* from, u32 bytes) {  // multiples of 16
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+__device__ __forceinline__ void take_turn() { start_next(), await_previous(); }
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// 16 bytes to shared memory, asynchronously; zeros instead where `wanted` is false (`from` must be readable all the same).
+__device__ __forceinline__ void fetch(u32 to, const void* from, bool wanted) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit_fetches() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LATER>
+__device__ __forceinline__ void await_fetches() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
 #ifdef KV_FP8  // what both attention kernels need

@@ -4,11 +4,10 @@
 // With n = commit[b]: new tail = rows n..n+2 of [tail; pending]. A channel is private to its thread, so both are replaced
 // in place: new tail, then this pass's inputs as the new pending.
 // x's rows lie `pitch` apart. Compile-time: C channels.
-extern "C" __global__ void causal_conv(const half_t* __restrict__ x, half_t* __restrict__ tail,
-                                       half_t* __restrict__ pending, const float* __restrict__ weight,
-                                       const int* __restrict__ commit, const int* __restrict__ slots,
-                                       float* __restrict__ out, int num_tokens, int pending_rows, int keep_pending,
-                                       int pitch) {
+extern "C" __global__ void causal_conv(const half_t* x, half_t* tail, half_t* pending, const float* __restrict__ weight,
+                                       const int* commit, const int* slots, float* out, int num_tokens,
+                                       int pending_rows, int keep_pending, int pitch) {
+  take_turn();
   const int c = blockIdx.x * blockDim.x + threadIdx.x, b = blockIdx.y;
   if (c >= C) return;
   const int slot = slots[b];
@@ -35,9 +34,9 @@ extern "C" __global__ void causal_conv(const half_t* __restrict__ x, half_t* __r
 }
 
 // The commit alone, at the end of a prefill chunk: pending is the chunk's own input [B, N, C].
-extern "C" __global__ void conv_commit(const half_t* __restrict__ x, half_t* __restrict__ tail,
-                                       const int* __restrict__ commit, const int* __restrict__ slots, int num_tokens,
-                                       int pitch) {
+extern "C" __global__ void conv_commit(const half_t* x, half_t* tail, const int* commit, const int* slots,
+                                       int num_tokens, int pitch) {
+  take_turn();
   const int c = blockIdx.x * blockDim.x + threadIdx.x, b = blockIdx.y;
   if (c >= C) return;
   half_t* tail_row = tail + (size_t)slots[b] * 3 * C + c;

@@ -28,6 +28,16 @@ struct Shared {
   float beta[BLOCK];
 };
 
+// The sum of x over lanes 0 .. lane, of a block's tokens: their log decays are read at once, not one after the other.
+__device__ float running_sum(float x, int lane) {
+#pragma unroll
+  for (int d = 1; d < BLOCK; d <<= 1) {
+    const float before = __shfl_up_sync(0xffffffffu, x, d);
+    if (lane >= d) x += before;
+  }
+  return x;
+}
+
 // S <- exp(total) S + sum_i weight_i k_i u_i^T over tokens [0, n), read from memory. Exponents are sums of log g <= 0.
 __device__ void fold(float (&s)[ROWS], Shared& sh, const float* k, const float* u, const float* log_g, int n, int warp,
                      int lane) {
@@ -38,13 +48,11 @@ __device__ void fold(float (&s)[ROWS], Shared& sh, const float* k, const float* 
     for (int i = threadIdx.x; i < m * DK; i += WARPS * 32)
       sh.k[i / DK][i % DK] = k[(size_t)(begin + i / DK) * HK * DK + i % DK];
     for (int i = warp; i < m; i += WARPS) sh.u[i][lane] = u[(size_t)(begin + i) * HV * DV + lane];
-    if (threadIdx.x == 0) {
-      float c = after;
-      for (int i = m - 1; i >= 0; --i) {
-        sh.c[i] = __expf(c);
-        c += log_g[(size_t)(begin + i) * HV];
-      }
-      sh.beta[0] = c;
+    if (warp == 0) {  // lane l has the l-th token from the end
+      const float c = after + running_sum(lane < m ? log_g[(size_t)(end - 1 - lane) * HV] : 0.f, lane);
+      const float later = __shfl_up_sync(0xffffffffu, c, 1);
+      if (lane < m) sh.c[m - 1 - lane] = __expf(lane ? later : after);
+      if (lane == m - 1) sh.beta[0] = c;
     }
     __syncthreads();
     after = sh.beta[0];
@@ -57,19 +65,19 @@ __device__ void fold(float (&s)[ROWS], Shared& sh, const float* k, const float* 
   }
 }
 
-// The state's own decay exp(sum of log g over [0, n)) must precede the additions: computed first.
-__device__ float total_log(const float* log_g, int n) {
+// The state's own decay exp(sum of log g over [0, n)) must precede the additions: computed first, by whole warps.
+__device__ float total_log(const float* log_g, int n, int lane) {
   float c = 0.f;
-  for (int i = 0; i < n; ++i) c += log_g[(size_t)i * HV];
-  return c;
+  for (int i = lane; i < n; i += 32) c += log_g[(size_t)i * HV];
+  return warp_sum(c);
 }
 
-extern "C" __global__ void __launch_bounds__(256) gated_delta_rule(
-    const float* __restrict__ q, const float* __restrict__ k, const float* __restrict__ v,
-    const float* __restrict__ log_g, const float* __restrict__ beta, float* __restrict__ state, float* pending_k,
-    float* pending_u, float* pending_log_g, const int* __restrict__ commit, const int* __restrict__ slots,
-    const int* __restrict__ parity, float* __restrict__ out, float* __restrict__ u_out, int num_tokens,
-    int pending_rows, int keep_pending, int v_pitch) {
+extern "C" __global__ void __launch_bounds__(256)
+    gated_delta_rule(const float* q, const float* k, const float* v, const float* log_g, const float* beta,
+                     float* state, float* pending_k, float* pending_u, float* pending_log_g, const int* commit,
+                     const int* slots, const int* parity, float* out, float* u_out, int num_tokens, int pending_rows,
+                     int keep_pending, int v_pitch) {
+  take_turn();
   __shared__ Shared sh;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int tile = blockIdx.x, hv = blockIdx.y, b = blockIdx.z;
@@ -86,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(256) gated_delta_rule(
   float* u_pending = pending_u + (size_t)slot * pending_rows * HV * DV + hv * DV + tile * 32;
   if (n > 0) {
     const float* g_in = pending_log_g + half_in * HV + hv;
-    const float decay = __expf(total_log(g_in, n));
+    const float decay = __expf(total_log(g_in, n, lane));
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) s[r] *= decay;
     fold(s, sh, pending_k + half_in * HK * DK + hk * DK, u_pending, g_in, n, warp, lane);
@@ -97,6 +105,12 @@ extern "C" __global__ void __launch_bounds__(256) gated_delta_rule(
   for (int t0 = 0; t0 < num_tokens; t0 += BLOCK) {
     const int m = min(BLOCK, num_tokens - t0);
     const size_t row = (size_t)b * num_tokens + t0;
+    float own_v[BLOCK];  // asked for long before it is needed
+    if (warp == 0) {
+      const float* v_row = v + row * v_pitch + hv * DV + column;
+#pragma unroll
+      for (int t = 0; t < BLOCK; ++t) own_v[t] = t < m ? v_row[(size_t)t * v_pitch] : 0.f;
+    }
     __syncthreads();
     for (int i = threadIdx.x; i < m * DK; i += 256) {
       const size_t at = (row + i / DK) * HK * DK + hk * DK + i % DK;
@@ -104,9 +118,9 @@ extern "C" __global__ void __launch_bounds__(256) gated_delta_rule(
       sh.q[i / DK][i % DK] = q[at];
     }
     if (threadIdx.x < m) sh.beta[threadIdx.x] = beta[(row + threadIdx.x) * HV + hv];
-    if (threadIdx.x == 32) {
-      float c = 0.f;
-      for (int t = 0; t < m; ++t) sh.c[t] = c += log_g[(row + t) * HV + hv];
+    if (warp == 1) {
+      const float c = running_sum(lane < m ? log_g[(row + lane) * HV + hv] : 0.f, lane);
+      if (lane < m) sh.c[lane] = c;
     }
     __syncthreads();
     // k_t.k_i and q_t.k_i, decayed; masked by never being read where i > t
@@ -146,13 +160,12 @@ extern "C" __global__ void __launch_bounds__(256) gated_delta_rule(
     __syncthreads();
     if (warp == 0) {
       float u[BLOCK];
-      const float* v_row = v + row * v_pitch + hv * DV + column;
       float* o_row = out + row * HV * DV + hv * DV + column;
 #pragma unroll
       for (int t = 0; t < BLOCK; ++t) {
         if (t < m) {
           const float decay = __expf(sh.c[t]);
-          float x = v_row[(size_t)t * v_pitch] - decay * sh.sums[2 * t][lane];
+          float x = own_v[t] - decay * sh.sums[2 * t][lane];
 #pragma unroll
           for (int i = 0; i < BLOCK; ++i)
             if (i < t) x -= sh.kk[t][i] * u[i];
@@ -192,11 +205,10 @@ extern "C" __global__ void __launch_bounds__(256) gated_delta_rule(
 }
 
 // The fold alone, at the end of a prefill chunk: k, u, log_g are this chunk's [B, N, ...].
-extern "C" __global__ void __launch_bounds__(256) delta_fold(float* __restrict__ state, const float* __restrict__ k,
-                                                             const float* __restrict__ u,
-                                                             const float* __restrict__ log_g,
-                                                             const int* __restrict__ commit,
-                                                             const int* __restrict__ slots, int num_tokens) {
+extern "C" __global__ void __launch_bounds__(256)
+    delta_fold(float* state, const float* k, const float* u, const float* log_g, const int* commit, const int* slots,
+               int num_tokens) {
+  take_turn();
   __shared__ Shared sh;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int tile = blockIdx.x, hv = blockIdx.y, b = blockIdx.z;
@@ -205,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(256) delta_fold(float* __restrict__
   float s[ROWS];
   float* cell = state + ((size_t)(slot * HV + hv) * DK + warp * ROWS) * DV + tile * 32 + lane;
   const float* g = log_g + (size_t)b * num_tokens * HV + hv;
-  const float decay = __expf(total_log(g, n));
+  const float decay = __expf(total_log(g, n, lane));
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) s[r] = decay * cell[(size_t)r * DV];
   fold(s, sh, k + (size_t)b * num_tokens * HK * DK + hk * DK, u + (size_t)b * num_tokens * HV * DV + hv * DV + tile * 32,

@@ -28,17 +28,6 @@
 #define SCALE_BYTES (FP4 ? 128 : 0)
 #define STAGE_BYTES (WARPS * RT * (TILE_BYTES + SCALE_BYTES) + NT * 8 * X_PITCH)
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// 16 bytes to shared memory, asynchronously; zeros instead where `wanted` is false (`from` must be readable all the same).
-__device__ __forceinline__ void fetch(u32 to, const void* from, bool wanted) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void commit_fetches() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LATER>
-__device__ __forceinline__ void await_fetches() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
-}
 __device__ __forceinline__ uint4 read16(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
@@ -103,8 +92,8 @@ struct Feed {
     x = (const u8*)(s.x + (size_t)(row + threadIdx.x / 16) * s.k + k);
   }
 
-  // One unit's weights (each lane what it will read itself), scales and x, zeros where there is none.
-  __device__ __forceinline__ void fetch_unit(const Shape& s, u32 stage) {
+  // One unit's weights (each lane what it will read itself) and scales, zeros where there is none.
+  __device__ __forceinline__ void fetch_weights(const Shape& s, u32 stage) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u32 to = stage + warp * RT * TILE_BYTES + lane * 16;
     const u8* from = weight;
@@ -114,16 +103,22 @@ struct Feed {
       for (int i = 0; i < TILE_BYTES; i += 512) fetch(to + i, from + i, r < row_tiles_left);
     to = stage + WARPS * RT * TILE_BYTES + warp * RT * 128 + lane * 16;
     if (FP4 && lane < RT * 8) fetch(to, scales, lane / 8 < row_tiles_left);
+  }
+
+  __device__ __forceinline__ void fetch_x(const Shape& s, u32 stage) const {
     // piece 4 t + c of NVFP4, 8 h + 2 t + c of e4m3: lane quarter t, its c-th read, half h of the step
     const int piece = threadIdx.x % 16;
     const int place = FP4 ? piece % 4 * 4 + piece / 4 : (piece & 8) + piece % 2 * 4 + piece % 8 / 2;
-    to = stage + WARPS * RT * (TILE_BYTES + SCALE_BYTES) + threadIdx.x / 16 * X_PITCH + place * 16;
-    from = x;
+    const u32 to = stage + WARPS * RT * (TILE_BYTES + SCALE_BYTES) + threadIdx.x / 16 * X_PITCH + place * 16;
+    const u8* from = x;
     constexpr int AT_ONCE = WARPS * 2;  // rows
 #pragma unroll
     for (int row = 0; row < NT * 8; row += AT_ONCE, from += (size_t)s.k * 2 * AT_ONCE)
       if (row + AT_ONCE <= NT * 8 || threadIdx.x < (NT * 8 - row) * 16)
         fetch(to + row * X_PITCH, from, row < rows_left && k_left > 0);
+  }
+
+  __device__ __forceinline__ void advance(const Shape& s) {
     if (++step == s.num_steps) {
       step = 0, ++tile;
       enter(s);
@@ -298,9 +293,9 @@ __device__ __forceinline__ void write_tile(const Shape& s, int tile, const float
 
 // partial: two places for each block of RT * NT * WARPS * 32 float4; arrived: one zero for each tile.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
-    packed_linear(const half_t* __restrict__ x, const u8* __restrict__ weight, const u8* __restrict__ scales,
-                  const float* __restrict__ bias, half_t* __restrict__ y, float4* partial, int* arrived, int m, int n,
-                  int k, int units, int longer, float factor) {
+    packed_linear(const half_t* x, const u8* __restrict__ weight, const u8* __restrict__ scales,
+                  const float* __restrict__ bias, half_t* y, float4* partial, int* arrived, int m, int n, int k,
+                  int units, int longer, float factor) {
   extern __shared__ __align__(128) u8 stages[];
   const Shape s = {x, weight, scales, m, n, k, (k + STEP - 1) / STEP, (m + NT * 8 - 1) / (NT * 8)};
   const Deal deal = {units, longer};
@@ -312,19 +307,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   feed.enter(s);
   int unit = begin;
   u32 filled = 0, used = 0;  // offsets of the stage to fill and to use next
-  auto fetch_next = [&](bool wanted) {
-    if (wanted) feed.fetch_unit(s, base + filled);
+  start_next();
+  Feed early = feed;
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i)
+    if (begin + i < end) early.fetch_weights(s, base + i * STAGE_BYTES), early.advance(s);
+  await_previous();
+  auto fetch_next = [&](bool wanted, bool has_weights) {
+    if (wanted) {
+      if (!has_weights) feed.fetch_weights(s, base + filled);
+      feed.fetch_x(s, base + filled), feed.advance(s);
+    }
     commit_fetches();
     filled = filled == (STAGES - 1) * STAGE_BYTES ? 0 : filled + STAGE_BYTES;
   };
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) fetch_next(begin + i < end);
+  for (int i = 0; i < STAGES - 1; ++i) fetch_next(begin + i < end, true);
   float acc[RT][NT][4];
   clear(acc);
   while (true) {
     await_fetches<STAGES - 2>();
     __syncthreads();  // x of this unit is there for all; the stage of the unit before is free
-    fetch_next(unit + STAGES - 1 < end);
+    fetch_next(unit + STAGES - 1 < end, false);
     multiply_unit(base + used, acc);
     used = used == (STAGES - 1) * STAGE_BYTES ? 0 : used + STAGE_BYTES;
     const bool is_done = ++unit == end;

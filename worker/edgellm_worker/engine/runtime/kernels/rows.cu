@@ -28,10 +28,10 @@ __device__ __forceinline__ float4 load4(const void* x, size_t i, int is_half) {
 
 // y = x * rsqrt(mean(x^2) + eps) * (w or 1 + w), float16. With `other`, x is first replaced by x + other (float32,
 // written to `total`): the residual sum and the norm after it in one pass. Four elements a thread at a time.
-extern "C" __global__ void rms_norm(const void* __restrict__ x, const half_t* __restrict__ other,
-                                    float* __restrict__ total, const float* __restrict__ weight,
-                                    half_t* __restrict__ out, int width, float eps, float offset, int x_half, int heads,
-                                    int pitch, int step) {
+extern "C" __global__ void rms_norm(const void* x, const half_t* other, float* total, const float* __restrict__ weight,
+                                    half_t* out, int width, float eps, float offset, int x_half, int heads, int pitch,
+                                    int step) {
+  take_turn();
   extern __shared__ __align__(16) float row[];
   const size_t base = (size_t)blockIdx.x * width, from = vector_at(blockIdx.x, heads, pitch, step);
   const bool by_four = width % 4 == 0 && pitch % 4 == 0 && step % 4 == 0 && from % 4 == 0 && (size_t)x % 16 == 0;
@@ -69,9 +69,9 @@ extern "C" __global__ void rms_norm(const void* __restrict__ x, const half_t* __
 }
 
 // y = x * rsqrt(mean(x^2) + eps) * w * silu(gate), float16
-extern "C" __global__ void gated_rms_norm(const float* __restrict__ x, const half_t* __restrict__ gate,
-                                          const float* __restrict__ weight, half_t* __restrict__ out, int width,
-                                          float eps, int heads, int pitch, int step) {
+extern "C" __global__ void gated_rms_norm(const float* x, const half_t* gate, const float* __restrict__ weight,
+                                          half_t* out, int width, float eps, int heads, int pitch, int step) {
+  take_turn();
   const size_t base = (size_t)blockIdx.x * width, gate_at = vector_at(blockIdx.x, heads, pitch, step);
   float sum = 0.f;
   for (int i = threadIdx.x; i < width; i += blockDim.x) sum += x[base + i] * x[base + i];
@@ -83,8 +83,9 @@ extern "C" __global__ void gated_rms_norm(const float* __restrict__ x, const hal
 }
 
 // y = x * rsqrt(sum(x^2) + eps) * factor, float32
-extern "C" __global__ void l2_norm(const float* __restrict__ x, float* __restrict__ out, int width, float eps,
-                                   float factor, int heads, int pitch, int step) {
+extern "C" __global__ void l2_norm(const float* x, float* out, int width, float eps, float factor, int heads, int pitch,
+                                   int step) {
+  take_turn();
   const size_t base = (size_t)blockIdx.x * width, from = vector_at(blockIdx.x, heads, pitch, step);
   float sum = 0.f;
   for (int i = threadIdx.x; i < width; i += blockDim.x) sum += x[from + i] * x[from + i];
@@ -93,8 +94,9 @@ extern "C" __global__ void l2_norm(const float* __restrict__ x, float* __restric
 }
 
 // silu(a) * b, float16; rows of a and b lie apart by their pitches. Four elements a thread where `by_four`.
-extern "C" __global__ void swiglu(const half_t* __restrict__ a, const half_t* __restrict__ b, half_t* __restrict__ out,
-                                  int width, int a_pitch, int b_pitch, int by_four) {
+extern "C" __global__ void swiglu(const half_t* a, const half_t* b, half_t* out, int width, int a_pitch, int b_pitch,
+                                  int by_four) {
+  take_turn();
   const size_t row = blockIdx.y;
   const int i = (blockIdx.x * blockDim.x + threadIdx.x) * (by_four ? 4 : 1);
   if (i >= width) return;
@@ -110,8 +112,9 @@ extern "C" __global__ void swiglu(const half_t* __restrict__ a, const half_t* __
 }
 
 // x * sigmoid(gate), float16; the gate's heads of `dim` lie `step` apart
-extern "C" __global__ void sigmoid_gate(const half_t* __restrict__ x, const half_t* __restrict__ gate,
-                                        half_t* __restrict__ out, int width, int pitch, int step, int dim) {
+extern "C" __global__ void sigmoid_gate(const half_t* x, const half_t* gate, half_t* out, int width, int pitch,
+                                        int step, int dim) {
+  take_turn();
   const size_t row = blockIdx.y;
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= width) return;
@@ -120,16 +123,16 @@ extern "C" __global__ void sigmoid_gate(const half_t* __restrict__ x, const half
 }
 
 // a + b in float32
-extern "C" __global__ void add(const void* __restrict__ a, const void* __restrict__ b, float* __restrict__ out, int size,
-                               int a_half, int b_half) {
+extern "C" __global__ void add(const void* a, const void* b, float* out, int size, int a_half, int b_half) {
+  take_turn();
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < size) out[i] = load(a, i, a_half) + load(b, i, b_half);
 }
 
 // NeoX rotary of the first 2 * half_dim of `dim`; heads of a token share its angles; float16
-extern "C" __global__ void rotary(const half_t* __restrict__ x, const float* __restrict__ cosines,
-                                  const float* __restrict__ sines, half_t* __restrict__ out, int dim, int half_dim,
-                                  int heads, int pitch, int step) {
+extern "C" __global__ void rotary(const half_t* x, const float* cosines, const float* sines, half_t* out, int dim,
+                                  int half_dim, int heads, int pitch, int step) {
+  take_turn();
   const size_t base = (size_t)blockIdx.x * dim, angles = (size_t)(blockIdx.x / heads) * half_dim;
   const size_t from = vector_at(blockIdx.x, heads, pitch, step);
   for (int i = threadIdx.x; i < dim; i += blockDim.x) {
@@ -145,10 +148,10 @@ extern "C" __global__ void rotary(const half_t* __restrict__ x, const float* __r
 }
 
 // log_g = -exp(a_log) * softplus(a + dt_bias), beta = sigmoid(b); float32 out
-extern "C" __global__ void delta_gates(const half_t* __restrict__ a, const half_t* __restrict__ b,
-                                       const float* __restrict__ a_log, const float* __restrict__ dt_bias,
-                                       float* __restrict__ log_g, float* __restrict__ beta, int size, int heads, int a_pitch,
-                                       int b_pitch) {
+extern "C" __global__ void delta_gates(const half_t* a, const half_t* b, const float* __restrict__ a_log,
+                                       const float* __restrict__ dt_bias, float* log_g, float* beta, int size,
+                                       int heads, int a_pitch, int b_pitch) {
+  take_turn();
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= size) return;
   const size_t row = i / heads, head = i % heads;
@@ -158,8 +161,9 @@ extern "C" __global__ void delta_gates(const half_t* __restrict__ a, const half_
 }
 
 // out[r, to + i] = x[r, from + i] for i < width, in units of 2 bytes: one part of a split or a concatenation
-extern "C" __global__ void copy_part(const half_t* __restrict__ x, half_t* __restrict__ out, int x_width, int out_width,
-                                     int from, int to, int width) {
+extern "C" __global__ void copy_part(const half_t* x, half_t* out, int x_width, int out_width, int from, int to,
+                                     int width) {
+  take_turn();
   for (int i = threadIdx.x; i < width; i += blockDim.x)
     out[(size_t)blockIdx.x * out_width + to + i] = x[(size_t)blockIdx.x * x_width + from + i];
 }

@@ -1,30 +1,33 @@
 // Token-level kernels: gather, rotary angles, arg max, candidates, carried hidden states.
 
 // out[r, :] = table[ids[r * stride], :] as float32; an id outside the table gives zeros.
-extern "C" __global__ void embed(const half_t* __restrict__ table, const int* __restrict__ ids, float* __restrict__ out,
-                                 int width, int vocab, int stride) {
+extern "C" __global__ void embed(const half_t* __restrict__ table, const int* ids, float* out, int width, int vocab,
+                                 int stride) {
+  take_turn();
   const int id = ids[blockIdx.x * stride];
   for (int i = threadIdx.x; i < width; i += blockDim.x)
     out[(size_t)blockIdx.x * width + i] = id >= 0 && id < vocab ? h2f(table[(size_t)id * width + i]) : 0.f;
 }
 
 // out[b, m, :] = x[b, index[b, m], :], in units of 2 bytes
-extern "C" __global__ void gather_rows(const half_t* __restrict__ x, const int* __restrict__ index,
-                                       half_t* __restrict__ out, int num_in, int num_out, int width) {
+extern "C" __global__ void gather_rows(const half_t* x, const int* index, half_t* out, int num_in, int num_out,
+                                       int width) {
+  take_turn();
   const int b = blockIdx.x / num_out, from = min(max(index[blockIdx.x], 0), num_in - 1);
   for (int i = threadIdx.x; i < width; i += blockDim.x)
     out[(size_t)blockIdx.x * width + i] = x[((size_t)b * num_in + from) * width + i];
 }
 
 // positions[b, n] = start[b] + n
-extern "C" __global__ void token_positions(const int* __restrict__ start, int* __restrict__ out, int num_tokens) {
+extern "C" __global__ void token_positions(const int* start, int* out, int num_tokens) {
+  take_turn();
   out[blockIdx.x * num_tokens + threadIdx.x] = start[blockIdx.x] + threadIdx.x;
 }
 
 // cos, sin [rows, R/2] of position * inv_freq: the product in float32 as the reference has it, the reduction accurate
-extern "C" __global__ void rope_angles(const int* __restrict__ positions, const float* __restrict__ inv_freq,
-                                       float* __restrict__ cosines, float* __restrict__ sines, int half_dim,
-                                       float magnitude) {
+extern "C" __global__ void rope_angles(const int* positions, const float* __restrict__ inv_freq, float* cosines,
+                                       float* sines, int half_dim, float magnitude) {
+  take_turn();
   const int r = blockIdx.x, i = threadIdx.x;
   if (i >= half_dim) return;
   const float angle = (float)positions[r] * inv_freq[i];
@@ -37,8 +40,8 @@ __device__ __forceinline__ void better(float& value, int& id, float other, int o
 }
 
 // ids[r * stride] = the lowest id among the largest of x[r, :]
-extern "C" __global__ void __launch_bounds__(1024) arg_max(const half_t* __restrict__ x, int* __restrict__ ids,
-                                                           int vocab, int stride) {
+extern "C" __global__ void __launch_bounds__(1024) arg_max(const half_t* x, int* ids, int vocab, int stride) {
+  take_turn();
   __shared__ float values[32];
   __shared__ int best_ids[32];
   const half_t* row = x + (size_t)blockIdx.x * vocab;
@@ -72,14 +75,15 @@ extern "C" __global__ void __launch_bounds__(1024) arg_max(const half_t* __restr
 
 // Hidden states carried from pass to pass, in units of 2 bytes: kept [slots, P, D].
 // take: out[b, i, :] = kept[slots[b], i, :];  put: kept[slots[b], i, :] = x[b, i, :] for i < N
-extern "C" __global__ void take_slots(const half_t* __restrict__ kept, const int* __restrict__ slots,
-                                      half_t* __restrict__ out, int rows, int width) {
+extern "C" __global__ void take_slots(const half_t* kept, const int* slots, half_t* out, int rows, int width) {
+  take_turn();
   const int b = blockIdx.x / rows, i = blockIdx.x % rows;
   for (int c = threadIdx.x; c < width; c += blockDim.x)
     out[(size_t)blockIdx.x * width + c] = kept[((size_t)slots[b] * rows + i) * width + c];
 }
-extern "C" __global__ void put_slots(const half_t* __restrict__ x, const int* __restrict__ slots,
-                                     half_t* __restrict__ kept, int rows, int width, int kept_rows) {
+extern "C" __global__ void put_slots(const half_t* x, const int* slots, half_t* kept, int rows, int width,
+                                     int kept_rows) {
+  take_turn();
   const int b = blockIdx.x / rows, i = blockIdx.x % rows;
   for (int c = threadIdx.x; c < width; c += blockDim.x)
     kept[((size_t)slots[b] * kept_rows + i) * width + c] = x[(size_t)blockIdx.x * width + c];
@@ -87,10 +91,11 @@ extern "C" __global__ void put_slots(const half_t* __restrict__ x, const int* __
 
 // A slot's part of every tensor becomes zeros: (address, bytes of a slot, a multiple of 4) of each tensor in `spans`.
 extern "C" __global__ void clear_slot(const unsigned long long* __restrict__ spans, int slot) {
+  take_turn();
   const size_t count = spans[2 * blockIdx.y + 1] / 4;
   u32* words = (u32*)spans[2 * blockIdx.y] + slot * count;
   for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x) words[i] = 0;
 }
 
 // What a launch costs by itself (bench/gpu/profile.py).
-extern "C" __global__ void nothing() {}
+extern "C" __global__ void nothing() { take_turn(); }
