@@ -56,6 +56,26 @@ def test_the_first_way_that_can_be_had(weight: Weight, nothing, packs_only, nati
     assert [policy.running(weight) for policy in policies] == [nothing, packs_only, native_only, both]
 
 
+def test_what_only_has_a_shape_is_counted_and_cut_as_what_is_decoded() -> None:
+    """And is as many objects: equal weights one, different ones two."""
+    spec = replace(SPEC, packs=False)
+    model = tiny_shapes("qwen3_5_text", "fp8")
+    decoding, shapes = spec.reader(), spec.reader(has_values=False)
+    assert spec.segments(model, decoding).keys() == spec.segments(model, shapes).keys()
+    assert decoding.num_decoded == shapes.num_decoded > 0
+    one, other = shapes(fp8()), shapes(fp8())
+    assert isinstance(one, DenseWeight)
+    assert one.data.nbytes == other.data.nbytes == 2 * 32 * 64
+    assert one.data.ctypes.data != other.data.ctypes.data
+    assert max(one.data.strides) == 0
+
+
+def test_decoding_the_27b_is_planned_without_decoding_it() -> None:
+    """54 GB of float16, in no time."""
+    plan = plan_memory(qwen_27b(), replace(SPEC, packs=False))
+    assert 54e9 < plan.weights_bytes < 57e9
+
+
 def test_the_log_says_once_how_each_kind_of_weight_runs(caplog: pytest.LogCaptureFixture) -> None:
     read = SPEC.reader()
     with caplog.at_level("INFO"):

@@ -31,7 +31,7 @@ def compile_part(order: Mapping[str, Any]) -> int:
     spec = EngineSpec.read(order["spec"])
     checkpoint = open_checkpoint(Path(order["model_dir"]), read_values=False)
     model = read_model(checkpoint.model_config, checkpoint.base, checkpoint.draft)
-    segments = spec.segments(model, spec.reader())
+    segments = spec.segments(model, spec.reader(has_values=False))
     builder = Builder(load_library(Flavour(order["flavour"])), spec.settings)
     index, count = order["part"]
     mine = sorted(segments)[index::count]

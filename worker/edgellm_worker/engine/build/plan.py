@@ -58,7 +58,7 @@ class Passes:
     def of(cls, drafted: Model, spec: EngineSpec, weights_bytes: int | None = None) -> Self:
         """`weights_bytes` where they are known already: they depend only on whether anything is drafted."""
         if weights_bytes is None:
-            graphs = Recorder(drafted, spec.layout, spec.reader()).all(spec.prefill_chunk)
+            graphs = Recorder(drafted, spec.layout, spec.reader(has_values=False)).all(spec.prefill_chunk)
             weights_bytes = weight_bytes(graphs.values())
         return cls(weights_bytes, PassBytes.of(drafted, spec))
 

@@ -70,8 +70,9 @@ class EngineSpec:
         """The model with its draft head only where there is room for drafts."""
         return model if self.max_verify > 1 else model.without_mtp()
 
-    def reader(self) -> WeightReader:
-        return WeightReader(WeightPolicy(self.runs_fp8, self.runs_fp4, self.packs))
+    def reader(self, *, has_values: bool = True) -> WeightReader:
+        """`has_values` as `WeightReader` has it."""
+        return WeightReader(WeightPolicy(self.runs_fp8, self.runs_fp4, self.packs), has_values=has_values)
 
     def segments(self, model: Model, reader: WeightReader) -> dict[str, Segment]:
         """Every network this engine runs, by structural key."""

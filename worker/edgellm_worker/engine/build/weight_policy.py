@@ -70,10 +70,13 @@ class WeightPolicy:
 class WeightReader:
     """Applies the policy, once per weight: the decoded copy is kept, so that equal weights stay one object. The log
     says once for each kind of weight how it runs.
+
+    `has_values` False: decoded weights have shapes alone, to plan and to build from (54 GB less for a 27B).
     """
 
-    def __init__(self, policy: WeightPolicy) -> None:
+    def __init__(self, policy: WeightPolicy, *, has_values: bool = True) -> None:
         self._policy = policy
+        self._has_values = has_values
         self._decoded: dict[int, tuple[Weight, DenseWeight]] = {}
         self._told: set[tuple[str, Running]] = set()
 
@@ -90,8 +93,13 @@ class WeightReader:
         if running is not Running.DECODED:
             return weight
         if id(weight) not in self._decoded:
-            self._decoded[id(weight)] = (weight, DenseWeight(decode(weight).astype(np.float16)))
+            self._decoded[id(weight)] = (weight, self._decode(weight))
         return self._decoded[id(weight)][1]
+
+    def _decode(self, weight: Weight) -> DenseWeight:
+        if self._has_values:
+            return DenseWeight(decode(weight).astype(np.float16))
+        return DenseWeight(np.broadcast_to(np.zeros((), np.float16), weight.shape))
 
     def _tell(self, weight: Weight, running: Running) -> None:
         name = _NAMES.get(type(weight))

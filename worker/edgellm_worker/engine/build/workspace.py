@@ -49,7 +49,7 @@ class PassBytes:
 
     @classmethod
     def of(cls, model: Model, spec: EngineSpec) -> PassBytes:
-        record = Recorder(model, spec.layout, spec.reader())
+        record = Recorder(model, spec.layout, spec.reader(has_values=False))
         prompt = [record.prefill(spec.prefill_chunk)]
         rounds = [record.verify(1, spec.max_verify)]
         if model.mtp is not None:

@@ -121,7 +121,7 @@ def engine_limits(model: Model, spec: EngineSpec, options: EngineOptions, num_dr
 
 
 def _bundle(model_dir: Path, model: Model, spec: EngineSpec, machine: Machine, cache_dir: Path) -> tuple[Bundle, bool]:
-    networks = spec.segments(model, spec.reader()).keys()
+    networks = spec.segments(model, spec.reader(has_values=False)).keys()
     key = BundleKey.of(model_dir, spec, machine.library, machine.architecture, networks)
     folder = key.folder(cache_dir.expanduser())
     make = compile_in_children(model_dir, spec, machine.library, len(networks), folder.with_suffix(".log"))
