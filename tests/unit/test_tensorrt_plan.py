@@ -158,3 +158,14 @@ def test_the_command_prints_a_table_and_refuses_what_does_not_fit(capsys: pytest
     captured = capsys.readouterr()
     assert "does not fit" in captured.out
     assert "4 rows with 3 drafts need" in captured.err
+
+
+def test_the_command_refuses_forms_of_weights_that_the_checkpoint_does_not_have(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As a build would, and without a GPU."""
+    assert main(["plan", str(TINY), "--quantization", "nvfp4,fp8"], {}) == 2
+    assert capsys.readouterr().err == (
+        "edgellm-worker: quantization fp8: the checkpoint has no such weights; its quantized ones are none\n"
+        "edgellm-worker: quantization nvfp4: the checkpoint has no such weights; its quantized ones are none\n"
+    )

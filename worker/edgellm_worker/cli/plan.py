@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 from edgellm_worker.cli.options import add_settings, given_flags
 from edgellm_worker.config import load_settings
-from edgellm_worker.engine.build.choice import trees_of
+from edgellm_worker.engine.build.choice import absent_forms, stored_forms, trees_of
 from edgellm_worker.engine.build.plan import PlanRow, plan_grid, verify_state_bytes_per_position
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
@@ -67,6 +67,9 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
         runs_fp4=not is_decoded,
         packs=not is_decoded,
     )
+    wishes = settings.quantization - {WeightForm.FLOAT16}
+    if wishes and (problems := absent_forms(wishes, stored_forms(model, spec))):
+        raise ConfigError(problems)
     batches = sorted({1, 2, 4, 8, spec.max_batch_size})
     drafts = sorted({0, 1, 3, 5, wanted}) if model.mtp is not None else [0]
     rows = plan_grid(model, spec, batches, drafts)

@@ -121,19 +121,13 @@ def _kv_dtype(scheme: KvScheme, wanted: KvCacheDtype, machine: Machine) -> KvDty
 
 
 def _unmet(model: Model, spec: EngineSpec, options: EngineOptions, machine: Machine) -> list[str]:
-    wanted = sorted(options.quantization - {WeightForm.FLOAT16})
+    wanted = options.quantization - {WeightForm.FLOAT16}
     stored = stored_forms(model, spec) if wanted else frozenset()
-    problems = [
-        f"quantization {form}: the checkpoint has no such weights; its quantized ones are"
-        f" {', '.join(sorted(stored)) or 'none'}"
-        for form in wanted
-        if form not in stored
-    ]
+    problems = absent_forms(wanted, stored)
     problems += [
         f"quantization {form}: {machine} cannot run it (compute capability 8.0 or later can); quantization float16, or"
         " leaving it out, decodes such weights to float16"
-        for form in wanted
-        if form in stored and form not in machine.forms
+        for form in sorted(wanted & stored - machine.forms)
     ]
     if options.kv_cache_dtype is KvCacheDtype.FP8 and machine.capability < _OLDEST_FP8:
         problems.append(
@@ -141,6 +135,15 @@ def _unmet(model: Model, spec: EngineSpec, options: EngineOptions, machine: Mach
             " float16 works, and auto falls back to it"
         )
     return problems
+
+
+def absent_forms(wanted: frozenset[WeightForm], stored: frozenset[WeightForm]) -> list[str]:
+    """A problem for each form that was asked for and that the checkpoint does not have."""
+    return [
+        f"quantization {form}: the checkpoint has no such weights; its quantized ones are"
+        f" {', '.join(sorted(stored)) or 'none'}"
+        for form in sorted(wanted - stored)
+    ]
 
 
 def stored_forms(model: Model, spec: EngineSpec) -> frozenset[WeightForm]:
