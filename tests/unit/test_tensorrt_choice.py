@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from edgellm_worker.cli.main import main
 from edgellm_worker.engine.build.choice import Machine, engine_spec
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.checkpoint.quantization import KvScheme
@@ -13,7 +14,7 @@ from edgellm_worker.engine.load import EngineOptions
 from edgellm_worker.engine.ops.api import KvDtype
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 from edgellm_worker.engine.trt import Flavour, Library
-from tests.support.tensorrt_models import qwen_27b, tiny_shapes
+from tests.support.tensorrt_models import TINY, qwen_27b, tiny_shapes
 
 OLD = Machine(Library(None, Flavour.TENSORRT, (8, 6, 1)), "sm90")
 TURING = Machine(Library(None, Flavour.TENSORRT, (8, 6, 1)), "sm75")
@@ -125,3 +126,13 @@ def test_a_tree_too_small_for_the_drafts_is_refused_by_name(sizes: dict[str, int
 def test_a_model_without_a_draft_head_has_no_trees() -> None:
     spec = engine_spec(tiny_shapes("llama"), KvScheme.UNQUANTIZED, EngineOptions(max_verify_tree_size=6), SPARK)
     assert (spec.max_verify, spec.max_draft_tree_size) == (1, 0)
+
+
+def test_tree_sizes_that_contradict_the_checkpoints_drafts_are_told_without_a_gpu(capsys) -> None:
+    """All of them, before a library is looked for."""
+    flags = ("--engine", "tensorrt", "--max-verify-tree-size", "2", "--max-draft-tree-size", "1")
+    assert main(["build", str(TINY), *flags], {}) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "edgellm-worker: max-draft-tree-size 1 is below num_speculative_tokens, 3",
+        "edgellm-worker: max-verify-tree-size 2 is below num_speculative_tokens + 1, 4",
+    ]

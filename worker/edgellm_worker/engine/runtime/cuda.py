@@ -36,7 +36,8 @@ class Cuda:
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
             self._nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
         except ImportError as error:
-            raise BuildError(f"cuda-python cannot be imported ({error}): install edgellm-worker[tensorrt]") from error
+            wanted = "edgellm-worker[tensorrt] or, for RTX GPUs and DGX Spark, edgellm-worker[rtx]"
+            raise BuildError(f"cuda-python cannot be imported ({error}): install {wanted}") from error
         self._thread = threading.get_ident()
         self._context: Any = None
         try:

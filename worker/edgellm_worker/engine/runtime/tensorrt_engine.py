@@ -12,7 +12,7 @@ from edgellm_worker.engine.build.builder import collecting_logger
 from edgellm_worker.engine.build.bundle import Bundle, BundleKey, compile_in_children, ensure_bundle
 from edgellm_worker.engine.build.canary import Canary, rounding_margin
 from edgellm_worker.engine.build.canary import check as check_canary
-from edgellm_worker.engine.build.choice import Machine, drafting_of, engine_spec
+from edgellm_worker.engine.build.choice import Machine, drafting_of, engine_spec, trees_of
 from edgellm_worker.engine.build.plan import MemoryPlan, plan_memory
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint
@@ -36,6 +36,7 @@ def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     Raises `BuildError`, `CapacityError`, `CheckpointError`, `EngineError`.
     """
     model = read_model(checkpoint.model_config, checkpoint.base, checkpoint.draft)
+    trees_of(model, options)  # what contradicts itself does so on every machine
     library = load_library()
     cuda = Cuda()
     try:
@@ -98,6 +99,7 @@ def _loop_maker(
 def build_bundle(checkpoint: Checkpoint, options: EngineOptions) -> str:
     """What the `build` command does for this engine."""
     model = read_model(checkpoint.model_config, checkpoint.base, checkpoint.draft)
+    trees_of(model, options)
     library = load_library()
     with Cuda() as cuda:
         machine = Machine(library, cuda.architecture)
