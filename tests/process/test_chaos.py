@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import FAULTS, World, chaos_world, run_chaos, stop_worker_past_its_lease
+from tests.support.chaos import FAULTS, World, chaos_world, run_chaos, stop_worker_until_others_answered
 
 pytestmark = pytest.mark.xdist_group("faults")
 
@@ -51,14 +51,19 @@ async def test_nothing_is_lost_or_answered_twice(start_server, queue_name):
     assert verdict.is_clean, vars(verdict)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_the_checker_catches_a_worker_without_the_fence(start_server, queue_name, monkeypatch):
-    """Three of four such faults give a second answer (9 of 12 in one run), so six miss it in one of 4 000 runs."""
-    monkeypatch.setattr("tests.support.chaos.FAULTS", (stop_worker_past_its_lease,))
-    verdict = await one_run(
-        start_server, queue_name, num_jobs=150, num_faults=6, env={"EDGELLM_CHAOS_MUTANT": "no-fence"}
-    )
-    assert verdict.twice
+    """Three of eight such faults give a second answer on a machine that has much else to do (more on an idle one):
+    otherwise it sees in time that it lost its leases. So a round of four misses it once in seven, ten rounds in a row once
+    in 10^8.
+    """
+    monkeypatch.setattr("tests.support.chaos.FAULTS", (stop_worker_until_others_answered,))
+    mutant = {"EDGELLM_CHAOS_MUTANT": "no-fence"}
+    for round_ in range(10):
+        verdict = await one_run(start_server, f"{queue_name}-{round_}", num_jobs=240, num_faults=4, env=mutant)
+        if verdict.twice:
+            return
+    pytest.fail("no answer was given twice")
 
 
 @pytest.mark.soak

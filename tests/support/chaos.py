@@ -31,7 +31,7 @@ import redis
 
 from edgellm_producer import Producer
 from edgellm_producer.errors import EdgellmError
-from edgellm_producer.keys import Keys
+from edgellm_producer.keys import GROUP, Keys
 from edgellm_producer.wire import Status, decode_reply
 from tests.support.proxy import Proxy
 from tests.support.redis_server import RedisServer
@@ -40,6 +40,7 @@ NUM_WORKERS = 3
 TOKENS = 8
 LEASE_S = 1.0
 SETTLE_S = 60.0
+HOLD_S = 20.0
 SCRIPT = Path(__file__).with_name("chaos_worker.py")
 
 
@@ -129,6 +130,24 @@ async def stop_worker_past_its_lease(world: World) -> None:
     worker.send_signal(signal.SIGCONT)
 
 
+async def stop_worker_until_others_answered(world: World) -> None:
+    """What the fence is there for: a worker that holds jobs, stopped until another has answered one of them. However slow
+    the machine is, so that the mutant is always put to the test.
+    """
+    deadline = time.monotonic() + HOLD_S
+    with world.server.client() as client:
+        while time.monotonic() < deadline:
+            worker = world.workers[world.pick()]
+            worker.send_signal(signal.SIGSTOP)
+            held = jobs_held_by(client, Keys(world.queue), worker.pid)
+            while held and time.monotonic() < deadline and not is_any_answered(client, Keys(world.queue), held):
+                await asyncio.sleep(0.02)
+            worker.send_signal(signal.SIGCONT)
+            if held:
+                return
+            await asyncio.sleep(0.05)
+
+
 async def step_clock(world: World) -> None:
     world.workers[world.pick()].send_signal(signal.SIGUSR1)
 
@@ -183,6 +202,23 @@ def children_of(pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
+
+
+def jobs_held_by(client: redis.Redis, keys: Keys, pid: int) -> list[str]:
+    """Ids of the jobs delivered to the worker of this process and not answered; its name has the process in it."""
+    held: list[str] = []
+    for lane in keys.lanes:
+        with contextlib.suppress(redis.ResponseError):  # no group yet
+            for entry in client.xpending_range(lane, GROUP, "-", "+", 1000):
+                if f"-{pid}-" in entry["consumer"]:
+                    held += [
+                        fields["id"] for _, fields in client.xrange(lane, entry["message_id"], entry["message_id"])
+                    ]
+    return held
+
+
+def is_any_answered(client: redis.Redis, keys: Keys, job_ids: list[str]) -> bool:
+    return any(client.exists(keys.done(job_id)) for job_id in job_ids)
 
 
 @asynccontextmanager
