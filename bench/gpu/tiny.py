@@ -113,14 +113,29 @@ class Generated:
     num_accepted: int = 0
 
 
+@dataclass
+class FullPace:
+    """Tokens, and seconds from the start, up to the moment when a row ended and none was left to take its place."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
 def run_prompts(
-    running: SpeculativeEngine, prompts: Sequence[Sequence[int]], most_rows: int, max_new: int, *, stops: bool = True
+    running: SpeculativeEngine,
+    prompts: Sequence[Sequence[int]],
+    most_rows: int,
+    max_new: int,
+    *,
+    stops: bool = True,
+    pace: FullPace | None = None,
 ) -> tuple[list[Generated], float]:
-    """All prompts, at most `most_rows` at a time, in flight -> (what each gave, seconds)."""
+    """All prompts, at most `most_rows` at a time, in flight -> (what each gave, seconds). `pace` is filled."""
     eos = frozenset(GOLDEN["eos_token_ids"]) if stops else frozenset()
     found = [Generated() for _ in prompts]
     waiting = list(range(len(prompts)))[::-1]
     active: set[int] = set()
+    num_tokens = 0
     began = time.perf_counter()
     while waiting or active:
         while waiting and len(active) < most_rows:
@@ -133,9 +148,12 @@ def run_prompts(
                 raise RuntimeError(f"prompt {update.row_id}: {update.error}")
             row = found[update.row_id]
             row.token_ids += update.token_ids
+            num_tokens += len(update.token_ids)
             row.num_rounds += update.is_verify
             row.num_drafted += update.num_drafted
             row.num_accepted += update.num_accepted
             if update.finish_reason is not None:
                 active.discard(update.row_id)
+        if pace is not None and (waiting or len(active) == most_rows):
+            pace.tokens, pace.seconds = num_tokens, time.perf_counter() - began
     return found, time.perf_counter() - began

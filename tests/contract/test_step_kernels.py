@@ -31,6 +31,8 @@ CASES = {
     "candidates": ("candidates", {"K": 64, "PER": 16, "PARTS": 61}),
     "rows": ("rows", {"SHARED": 0}),
     "tokens": ("tokens", {}),
+    "the way to the next round": ("advance", {}),
+    "delta rule of the 27B": ("delta", {"HK": 16, "HV": 48, "DK": 128, "DV": 128}),
 }
 KERNELS = resources.files("edgellm_worker.engine.runtime") / "kernels"
 _MOST_SPILLED = 160  # bytes: heads of 256 fill the registers, newer targets spill a little

@@ -2,7 +2,7 @@
 end of the pass before (kernels/advance.cu).
 
     rounds     slots [B]  parity [S]  start [B]  commit [B]  draft_start [B]  last_row [B]  next_start [P, B]
-               pairs [B, P]  ids [B, K+1]
+               pairs [B, P]  ids [B, K+1], and behind them a round's results, which come back with them in one copy
     prompts    slots [1]  parity [S]  start [1]  count, nothing, last_row [1]  ids and next_ids [chunk]
 
 A block is one allocation with offsets fixed for the largest pass: one copy carries everything, addresses never change.
@@ -54,10 +54,13 @@ class Integers:
 
 
 class RoundBlock(Integers):
-    def __init__(self, cuda: Cuda, layout: StateLayout) -> None:
+    """`result_words`: room behind it for what a round gives."""
+
+    def __init__(self, cuda: Cuda, layout: StateLayout, result_words: int = 0) -> None:
         rows, width = layout.num_slots, layout.max_verify
         few = dict.fromkeys(("slots", "parity", *_STEERING), rows)
-        super().__init__(cuda, {**few, "next_start": rows * width, "pairs": rows * width, "ids": rows * width})
+        many = dict.fromkeys(("next_start", "pairs", "ids"), rows * width)
+        super().__init__(cuda, {**few, **many, "results": result_words})
         self.num_slots, self.width = rows, width
         begin, _ = self._places[_STEERING[0]]
         self._steering = self.host[begin : begin + len(_STEERING) * rows].reshape(len(_STEERING), rows)
@@ -72,6 +75,13 @@ class RoundBlock(Integers):
     def next_start(self, step: int) -> int:
         """The positions of the entries that draft `step` (from 1) makes."""
         return self.pointer("next_start") + 4 * self.num_slots * step
+
+    def upload(self) -> None:
+        self._cuda.upload_async(self.host[: self._places["results"][0]], self.device)
+
+    def download(self, num_words: int, place: Array) -> None:
+        """With so many words of results, to a page-locked array of the host's size."""
+        self._cuda.download_async(self.device, place[: self._places["results"][0] + num_words])
 
     def fill(self, batch: RoundInput, num_drafts: int, slots: Sequence[int], parity: Sequence[int]) -> None:
         rows = len(slots)

@@ -48,12 +48,13 @@ class Rounds:
         self._machine = machine
         self._layout = layout
         self._cuda = cuda
-        self.block = RoundBlock(cuda, layout)
-        self.results = _RoundResults(machine, layout)
+        words_each = 2 * min(NUM_CANDIDATES, machine.model.config.vocab_size) + 1
+        self.block = RoundBlock(cuda, layout, layout.num_slots * layout.max_verify * words_each)
+        self.results = _RoundResults(machine, layout, self.block.pointer("results"))
         self.lane = Lane(machine, cuda.stream, self.block)
         self.lane.reserve(_largest(machine, layout), self.results.bindings(layout.num_slots, layout.max_verify))
         self._parity = [0] * layout.num_slots
-        self._places = [_Place(cuda, self.block, self.results) for _ in range(2)]
+        self._places = [_Place(cuda, self.block) for _ in range(2)]
         self._passes: dict[tuple[int, int], RecordedPass] = {}
         self._last: _Launched | None = None
         self._advance = machine.parts.kernels.kernel("advance", "advance_rows", "p" * 10 + "i" * 6, {})
@@ -98,7 +99,7 @@ class Rounds:
         recorded = self.pass_of(rows, num_drafts)
         place.begin.record()
         recorded.run()
-        place.download(rows, num_drafts)
+        self.block.download(rows * (num_drafts + 1) * self.results.words_each, place.numbers)
         place.end.record()
         for slot in slots:
             self._parity[slot] ^= 1
@@ -108,8 +109,9 @@ class Rounds:
     def _finish(self, launched: _Launched, host_s: float, *, is_advanced: bool) -> RoundOutput:
         place, rows, num_drafts = launched.place, len(launched.slots), launched.num_drafts
         place.end.wait()
-        steering, drafts = self.block.read(place.block.copy(), rows, num_drafts)
-        candidates = self.results.candidates(place.scores, rows, num_drafts + 1)
+        numbers = place.numbers.copy()  # the next round but one comes to the same place
+        steering, drafts = self.block.read(numbers, rows, num_drafts)
+        candidates = self.results.candidates(self.block.view("results", numbers), rows, num_drafts + 1)
 
         def read_logits(row: int, position: int) -> Array:
             if launched is not self._last:
@@ -177,39 +179,29 @@ def _largest(machine: Machine, layout: StateLayout) -> list[Graph]:
 
 
 class _Place:
-    """Where a round's results arrive on the host, and the marks around it."""
+    """Where the block and a round's results arrive on the host, and the marks around it."""
 
-    def __init__(self, cuda: Cuda, block: RoundBlock, results: _RoundResults) -> None:
-        self._cuda = cuda
-        self._results = results
-        self._block = block
-        self.scores: Array = cuda.pinned((results.num_words,), np.int32)
-        self.block: Array = cuda.pinned(block.host.shape, np.int32)
+    def __init__(self, cuda: Cuda, block: RoundBlock) -> None:
+        self.numbers: Array = cuda.pinned(block.host.shape, np.int32)
         self.begin, self.end = cuda.event(), cuda.event()
-
-    def download(self, num_rows: int, num_drafts: int) -> None:
-        count = num_rows * (num_drafts + 1) * self._results.words_each
-        self._cuda.download_async(self._results.scores, self.scores[:count])
-        self._cuda.download_async(self._block.device, self.block)
 
 
 class _RoundResults:
-    """Where rounds leave their results on the device. Candidates, their ids and log-sum-exps lie one after another, so
-    that one copy brings them all.
+    """Where rounds leave their results on the device. Candidates, their ids and log-sum-exps lie one after another, at
+    `scores`, so that one copy brings them all.
     """
 
-    def __init__(self, machine: Machine, layout: StateLayout) -> None:
+    def __init__(self, machine: Machine, layout: StateLayout, scores: int) -> None:
         cuda, config = machine.cuda, machine.model.config
         rows, width = layout.num_slots * layout.max_verify, config.hidden_size
         self._cuda = cuda
         self._vocab = config.vocab_size
         self.num_candidates = min(NUM_CANDIDATES, config.vocab_size)
         self.words_each = 2 * self.num_candidates + 1
-        self.num_words = rows * self.words_each
         self._taken, self._verified = (cuda.allocate(2 * width * rows) for _ in range(2))
         self.drafted = [Binding(cuda.allocate(2 * width * layout.num_slots)) for _ in range(2)]  # by turns
         self._logits = cuda.allocate(2 * config.vocab_size * rows)
-        self.scores = cuda.allocate(4 * self.num_words)
+        self._scores = scores
 
     def bindings(self, num_rows: int, width: int) -> dict[str, Binding]:
         count = num_rows * width * self.num_candidates
@@ -217,16 +209,15 @@ class _RoundResults:
             "hidden": self._taken,
             "verified": self._verified,
             "logits": self._logits,
-            "values": self.scores,
-            "best": self.scores + 4 * count,
-            "log_sum_exp": self.scores + 8 * count,
+            "values": self._scores,
+            "best": self._scores + 4 * count,
+            "log_sum_exp": self._scores + 8 * count,
         }
         return {**{name: Binding(pointer) for name, pointer in pointers.items()}, "y": self.drafted[0]}
 
-    def candidates(self, host: Array, num_rows: int, width: int) -> Candidates:
-        """A copy: the next round but one comes to the same place."""
+    def candidates(self, words: Array, num_rows: int, width: int) -> Candidates:
         shape, count = (num_rows, width, self.num_candidates), num_rows * width * self.num_candidates
-        flat = host[: num_rows * width * self.words_each].copy()
+        flat = words[: num_rows * width * self.words_each]
         values, ids, sums = (flat[begin:end] for begin, end in pairwise((0, count, 2 * count, flat.size)))
         return Candidates(
             values.view(np.float32).reshape(shape),
