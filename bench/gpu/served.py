@@ -11,14 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from prometheus_client.parser import text_string_to_metric_families
+from tests.support.scrape import get, total
 
 START_LIMIT_S = 240.0
 STOP_LIMIT_S = 60.0
@@ -108,19 +106,10 @@ class Worker:
         return None
 
     def get(self, path: str) -> tuple[int, str]:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-        except OSError:
-            return 0, ""
+        return get(self.port, path)
 
     def value(self, name: str) -> float:
-        """The sum of the samples of this name."""
-        families = text_string_to_metric_families(self.get("/metrics")[1])
-        return sum(s.value for family in families for s in family.samples if s.name == f"edgellm_{name}")
+        return total(self.get("/metrics")[1], name)
 
     def stop(self, number: signal.Signals) -> int:
         self.process.send_signal(number)

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
+from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from edgellm_worker.engine.checkpoint.dtypes import DTYPES
 from edgellm_worker.engine.checkpoint.layout import base_parts, mtp_parts
 from edgellm_worker.engine.checkpoint.problems import ProblemLog
@@ -24,6 +24,7 @@ from edgellm_worker.engine.errors import CheckpointError
 from edgellm_worker.engine.models.config import read_config
 
 Tensors = dict[str, np.ndarray]
+UP = "model.layers.0.mlp.up_proj"
 CODES = {dtype: name for name, dtype in DTYPES.items()}
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
@@ -191,3 +192,7 @@ def problems_of(maker: FolderMaker, *, write: bool = True) -> list[str]:
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(maker.path)
     return [problem.removeprefix(f"{maker.path}: ") for problem in caught.value.problems]
+
+
+def open_quick(maker: FolderMaker) -> Checkpoint:
+    return open_checkpoint(maker.write())

@@ -8,17 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from tests.support.daemons import TINY
 from tests.support.redis_server import RedisServer, free_port, wait_until
+from tests.support.scrape import get, total
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 PRODUCER = """
@@ -73,15 +70,7 @@ class ServeProcess:
             self.process.wait()
 
     def get(self, path: str) -> tuple[int, str]:
-        """Status and body; 0 while nobody listens."""
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-        except OSError:
-            return 0, ""
+        return get(self.port, path)
 
     def wait_ready(self) -> Self:
         def ready() -> bool:
@@ -92,10 +81,7 @@ class ServeProcess:
         return self
 
     def value(self, name: str, **labels: str) -> float:
-        """The sum of the samples of this name whose labels include these; parses the whole page."""
-        families = text_string_to_metric_families(self.get("/metrics")[1])
-        samples = [s for family in families for s in family.samples if s.name == f"edgellm_{name}"]
-        return sum(s.value for s in samples if labels.items() <= s.labels.items())
+        return total(self.get("/metrics")[1], name, **labels)
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

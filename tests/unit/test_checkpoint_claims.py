@@ -4,29 +4,22 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
 from edgellm_worker.engine.checkpoint.weights import DenseWeight, Fp8Weight, Nvfp4Weight
 from tests.support.checkpoint_files import (
+    UP,
     FolderMaker,
     encode_fp8,
     encode_nvfp4,
     linears,
+    open_quick,
     problems_of,
     quantize,
 )
-
-INDEX = "model.safetensors.index.json"
-UP = "model.layers.0.mlp.up_proj"
-ONE, TWO = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 
 
 @pytest.fixture
 def maker(tmp_path):
     return FolderMaker(tmp_path / "checkpoint")
-
-
-def open_quick(maker):
-    return open_checkpoint(maker.write())
 
 
 def test_hf_quant_config_wins_over_config_and_says_so(maker, caplog):

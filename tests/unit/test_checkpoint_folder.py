@@ -10,10 +10,12 @@ from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
 from edgellm_worker.engine.checkpoint.jsonfile import MAX_JSON_BYTES
 from edgellm_worker.engine.errors import CheckpointError
 from tests.support.checkpoint_files import (
+    UP,
     FolderMaker,
     encode_fp8,
     encode_nvfp4,
     linears,
+    open_quick,
     plain_tensors,
     problems_of,
     quantize,
@@ -21,17 +23,12 @@ from tests.support.checkpoint_files import (
 )
 
 INDEX = "model.safetensors.index.json"
-UP = "model.layers.0.mlp.up_proj"
 ONE, TWO = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 
 
 @pytest.fixture
 def maker(tmp_path):
     return FolderMaker(tmp_path / "checkpoint")
-
-
-def open_quick(maker):
-    return open_checkpoint(maker.write())
 
 
 def test_no_such_folder(tmp_path):

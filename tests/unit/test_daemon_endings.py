@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from edgellm_producer.wire import ErrorCode, FinishReason, Status
-from tests.support.daemons import config, job, running, tokenizer
+from tests.support.daemons import config, job, running
 from tests.support.fake_engine import FakeEngine
 from tests.support.memory_queue import MemoryQueue
 
@@ -15,12 +15,6 @@ from tests.support.memory_queue import MemoryQueue
 @pytest.fixture
 def queue():
     return MemoryQueue()
-
-
-def text_of(prompt: str, num_tokens: int) -> str:
-    """What the fake engine says to this prompt."""
-    ids = tokenizer().encode(prompt)
-    return tokenizer().decode([ids[i % len(ids)] for i in range(num_tokens)])
 
 
 class TestCancelAndDeadline:

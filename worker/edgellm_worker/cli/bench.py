@@ -28,7 +28,7 @@ from edgellm_worker.bench import (
     sweep,
 )
 from edgellm_worker.cli.console import PipeConsole
-from edgellm_worker.cli.options import add_settings, given_flags
+from edgellm_worker.cli.options import ENGINE_FIELDS, add_settings, given_flags
 from edgellm_worker.config import Settings, load_settings
 from edgellm_worker.demo import TINY_MODEL, data_folder, demo_jobs
 from edgellm_worker.engine.api import Engine
@@ -40,17 +40,6 @@ from edgellm_worker.errors import ConfigError, ExitCode
 from edgellm_worker.logs import LogFormat, configure_logs
 from edgellm_worker.tokenizer import Tokenizer
 
-FIELDS: Final = (
-    "engine",
-    "cache_dir",
-    "rewrite_mtp",
-    "correct_draft_feedback",
-    "accept_fp16_kv",
-    "quantization",
-    "kv_cache_dtype",
-    "max_input_len",
-    "max_kv_cache_capacity",
-)
 CLOCKS: Final = {"wall": time.perf_counter, "cpu": time.thread_time}
 ALL_DRAFTS: Final = "0,1,3,5,adaptive"
 COLUMNS: Final = ("batch", "drafts", "decode tokens/s", "tokens/s", "accepted", "step ms", "x serialized", "x plain")
@@ -71,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="cpu: this thread's own time, for an engine on the CPU of a busy machine (default: wall)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    add_settings(parser, FIELDS)
+    add_settings(parser, ENGINE_FIELDS)
 
 
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Final
 
-from edgellm_worker.cli.options import add_settings, given_flags
+from edgellm_worker.cli.options import ENGINE_FIELDS, add_settings, given_flags
 from edgellm_worker.config import load_settings
 from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
 from edgellm_worker.engine.load import build_engine
@@ -16,17 +16,9 @@ from edgellm_worker.errors import ExitCode
 from edgellm_worker.logs import configure_logs
 
 FIELDS: Final = (
-    "engine",
-    "cache_dir",
-    "rewrite_mtp",
-    "correct_draft_feedback",
-    "accept_fp16_kv",
-    "quantization",
-    "kv_cache_dtype",
+    *ENGINE_FIELDS,
     "speculative_config",
     "max_batch_size",
-    "max_input_len",
-    "max_kv_cache_capacity",
     "max_verify_tree_size",
     "max_draft_tree_size",
     "log_format",

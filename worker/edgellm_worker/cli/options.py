@@ -12,6 +12,18 @@ from pydantic.fields import FieldInfo
 from edgellm_worker.config import CONFIG_FIELD, SECRETS, Settings, flag_name, option_extra, variable_name
 
 OWN_DEFAULT: Final = "default:"
+ENGINE_FIELDS: Final = (
+    "engine",
+    "cache_dir",
+    "rewrite_mtp",
+    "correct_draft_feedback",
+    "accept_fp16_kv",
+    "quantization",
+    "kv_cache_dtype",
+    "max_input_len",
+    "max_kv_cache_capacity",
+)
+"""Settings of an engine without its batch size and its drafts."""
 
 
 def add_settings(parser: argparse.ArgumentParser, fields: Iterable[str] | None = None) -> None:
