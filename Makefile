@@ -66,5 +66,5 @@ clean:
 # Everything that needs an NVIDIA GPU; says so and passes where there is none. GPU_PYTHON is an interpreter with
 # TensorRT, cuda-python, numpy, ml_dtypes and llguidance (default: the virtual environment).
 GPU_PYTHON ?= $(BIN)/python
-gpu:
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),install)
 	PYTHONPATH=.:worker:producer $(GPU_PYTHON) bench/gpu/run_all.py
