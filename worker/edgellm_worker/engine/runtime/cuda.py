@@ -122,8 +122,8 @@ class Cuda:
         return str(self._call("cuDeviceGetName", 128, self._device).split(b"\0")[0].decode())
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes. Where the GPU shares the host's memory (Jetson, DGX Spark) the driver calls pages of files
-        used, and a checkpoint that was just read fills them: what the kernel would give up counts as free there.
+        """(free, total) bytes. Where the GPU shares the host's memory (Jetson, DGX Spark) the driver calls pages of
+        files used, and a checkpoint that was just read fills them: what the kernel would give up counts as free there.
         """
         free, total = map(int, self._call("cuMemGetInfo"))
         kind = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED
