@@ -1,6 +1,7 @@
 """One queue, measured once; run by run.py in that queue's own virtual environment. Prints one line of JSON.
 
-bulk          submit `jobs` jobs with no worker there: jobs per second
+bulk          submit `jobs` jobs with no worker there, `bulks` times from an empty server: jobs per second, median. One
+              lasts a quarter of a second, and the first meets a cold process
 end to end    a warm worker process; from the first submit until the last answer is in Redis
 CPU           of the worker's process group, of Redis and of the submitting process, over the same jobs
 round trip    one job at a time, submit until its answer is in Redis (asked for every 0.2 ms), median
@@ -78,19 +79,22 @@ async def answered(peer: Peer, server: Server, count: int, pause_s: float) -> fl
     return time.perf_counter() - start
 
 
-async def bulk_rate(peer: Peer, count: int) -> float:
+async def bulk_rate(peer: Peer, server: Server, count: int) -> float:
+    server("FLUSHALL")
+    await peer.open()
     await peer.submit(1)
     start = time.perf_counter()
     await peer.submit(count)
-    return count / (time.perf_counter() - start)
-
-
-async def measure(peer: Peer, server: Server, jobs: int, trips: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"settings": peer.settings}
-    server("FLUSHALL")
-    await peer.open()
-    result["bulk_per_s"] = round(await bulk_rate(peer, jobs))
+    rate = count / (time.perf_counter() - start)
     await peer.close()
+    return rate
+
+
+async def measure(peer: Peer, server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
+    jobs = arguments.jobs
+    bulks = [await bulk_rate(peer, server, jobs) for _ in range(arguments.bulks)]
+    result: dict[str, Any] = {"settings": peer.settings, "bulk_per_s": round(statistics.median(bulks))}
+    result["bulks"] = [round(rate) for rate in bulks]
     server("FLUSHALL")
     with worker_of(peer) as group:
         await peer.open()
@@ -100,7 +104,7 @@ async def measure(peer: Peer, server: Server, jobs: int, trips: int) -> dict[str
         after = cpu_s(group), server.cpu_s(), time.process_time()
         for name, used, had in zip(("worker", "redis", "client"), after, before, strict=True):
             result[f"{name}_cpu_ms"] = round((used - had) / jobs * 1e3, 4)
-        times = [await answered(peer, server, 1, 0.0002) for _ in range(trips)]
+        times = [await answered(peer, server, 1, 0.0002) for _ in range(arguments.trips)]
         result["round_trip_p50_ms"] = round(statistics.median(times) * 1e3, 2)
         await peer.close()
     return result
@@ -110,12 +114,13 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("--jobs", type=int, required=True)
+    parser.add_argument("--bulks", type=int, required=True)
     parser.add_argument("--trips", type=int, required=True)
     arguments = parser.parse_args()
     module, kind = PEERS[arguments.peer]
     peer: Peer = getattr(importlib.import_module(module), kind)()
     with Server(SOCKET) as server:
-        print(json.dumps(asyncio.run(measure(peer, server, arguments.jobs, arguments.trips))))
+        print(json.dumps(asyncio.run(measure(peer, server, arguments))))
     return 0
 
 

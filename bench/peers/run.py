@@ -2,8 +2,10 @@
 
 Each peer gets a virtual environment with the versions in requirements/, in a temporary folder (or in --venvs, which is
 kept), one worker process, and the configuration that its documentation recommends. All share one private Redis, over a
-unix socket, without persistence. Rounds are interleaved, so that whatever else the machine does meets all alike; the
-table holds medians. --check fails when a floor of FLOORS is missed.
+unix socket, without persistence. Rounds are interleaved, each beginning with another system, so that whatever else the
+machine does meets all alike; within a round every bulk submit is done --bulks times. The table holds medians, of each
+round's median for bulk submit; the ratios are those of the table, with each round's own beside them. --check fails when
+a floor of FLOORS is missed.
 """
 
 from __future__ import annotations
@@ -86,26 +88,29 @@ def measure(peer: str, python: str, socket: Path, arguments: argparse.Namespace)
         paths = (str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))
         environment["PYTHONPATH"] = os.pathsep.join(paths)
     jobs = arguments.jobs * (arguments.factor if peer in OURS else 1)
-    command = [python, str(HERE / "measure.py"), peer, "--jobs", str(jobs), "--trips", str(arguments.trips)]
+    command = [python, str(HERE / "measure.py"), peer, "--jobs", str(jobs)]
+    command += ["--bulks", str(arguments.bulks), "--trips", str(arguments.trips)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise RuntimeError(f"{peer}: {done.stderr[-2000:]}")
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(f"{peer}: {json.dumps({key: row[key] for key in COLUMNS})}", file=sys.stderr)
+    print(f"{peer}: {json.dumps({key: row[key] for key in (*COLUMNS, 'bulks')})}", file=sys.stderr)
     return row
 
 
 def rounds(pythons: dict[str, str], socket: Path, arguments: argparse.Namespace) -> Results:
     """Medians over the rounds, and all the values beside them."""
     rows: dict[str, list[dict[str, Any]]] = {peer: [] for peer in pythons}
+    order = list(pythons)
     for _ in range(arguments.rounds):
-        for peer, python in pythons.items():
-            rows[peer].append(measure(peer, python, socket, arguments))
+        for peer in order:
+            rows[peer].append(measure(peer, pythons[peer], socket, arguments))
+        order = order[2:] + order[:2]
     return {
         peer: {
             "settings": found[0]["settings"],
             **{key: statistics.median(row[key] for row in found) for key in COLUMNS},
-            "rounds": [{key: row[key] for key in COLUMNS} for row in found],
+            "rounds": [{key: row[key] for key in (*COLUMNS, "bulks")} for row in found],
         }
         for peer, found in rows.items()
     }
@@ -124,13 +129,21 @@ def table(results: Results) -> str:
     return "\n".join(lines)
 
 
-def ratios(results: Results) -> dict[str, float]:
+def ratios(rows: Results) -> dict[str, float]:
     """Ours over the best peer, by name of what was measured."""
     return {
-        f"{ours}: {key}": round(results[ours][key] / max(results[peer][key] for peer in PEERS), 2)
+        f"{ours}: {key}": round(rows[ours][key] / max(rows[peer][key] for peer in PEERS), 2)
         for ours in OURS
         for _, key, _ in FLOORS
     }
+
+
+def ratios_by_round(results: Results) -> dict[str, list[float]]:
+    found = [
+        ratios({peer: row["rounds"][number] for peer, row in results.items()})
+        for number in range(len(results[OURS[0]]["rounds"]))
+    ]
+    return {name: [one[name] for one in found] for name in found[0]}
 
 
 def missed(results: Results, found: dict[str, float]) -> list[str]:
@@ -148,6 +161,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2000, help="per measurement of a peer (default: 2000)")
     parser.add_argument("--factor", type=int, default=5, help="as many times more for ours (default: 5)")
+    parser.add_argument("--bulks", type=int, default=5, help="bulk submits in each round (default: 5)")
     parser.add_argument("--trips", type=int, default=30, help="round trips, one by one (default: 30)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--venvs", type=Path, help="folder for the virtual environments, kept for the next time")
@@ -164,7 +178,8 @@ def main() -> int:
     setting = {"server": server, "python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
     print(table(results))
     print()
-    whole = {**setting, "load_1_min": round(os.getloadavg()[0], 1), "ratios": found, "versions": versions()}
+    whole = {**setting, "load_1_min": round(os.getloadavg()[0], 1), "ratios": found}
+    whole |= {"ratios_by_round": ratios_by_round(results), "versions": versions()}
     print(json.dumps(whole, indent=2))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({**whole, "results": results}, indent=2) + "\n", encoding="utf-8")
