@@ -159,6 +159,14 @@ def test_drafts_that_no_engine_opens_with_are_left_out_with_the_reason():
     assert result.left_out == {"adaptive": "this runtime's draft length is fixed"}
 
 
+def test_an_engine_that_does_none_of_the_drafts_is_an_error_that_says_why_once():
+    def open_engine(_drafting: SpeculativeConfig) -> Engine:
+        raise DemandError("quantization fp8: not here")
+
+    with pytest.raises(DemandError, match=r"^quantization fp8: not here$"):
+        sweep(SweepPlan((1,), (PLAIN.drafting, TWO_DRAFTS), 2), open_engine, FOUR, Log().clock)
+
+
 def test_a_row_that_fails_ends_the_sweep():
     log = Log()
     with pytest.raises(EngineError, match="row 4: not a number"):

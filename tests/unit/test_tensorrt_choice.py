@@ -9,7 +9,7 @@ from edgellm_worker.engine.build.choice import Machine, engine_spec
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.checkpoint.quantization import KvScheme
 from edgellm_worker.engine.demands import KvCacheDtype, WeightForm
-from edgellm_worker.engine.errors import BuildError, CapacityError
+from edgellm_worker.engine.errors import CapacityError, DemandError
 from edgellm_worker.engine.load import EngineOptions
 from edgellm_worker.engine.ops.api import KvDtype
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
@@ -51,7 +51,7 @@ def test_what_has_neither_is_decoded() -> None:
 )
 def test_weights_asked_for_that_cannot_run_are_refused_with_what_would_work(machine, scheme, form, words) -> None:
     assert choose(machine, scheme)
-    with pytest.raises(BuildError, match=rf"quantization {form}: .*{words}.*float16.*decodes"):
+    with pytest.raises(DemandError, match=rf"quantization {form}: .*{words}.*float16.*decodes"):
         choose(machine, scheme, quantization=frozenset({form}))
 
 
@@ -63,9 +63,9 @@ def test_weights_asked_for_that_can_run_are_taken() -> None:
 
 
 def test_weights_asked_for_that_the_checkpoint_does_not_have_are_refused_with_what_it_has() -> None:
-    with pytest.raises(BuildError, match=r"quantization fp8: the checkpoint has no such weights; .* are nvfp4"):
+    with pytest.raises(DemandError, match=r"quantization fp8: the checkpoint has no such weights; .* are nvfp4"):
         choose(SPARK, "nvfp4", quantization=frozenset({WeightForm.FP8}))
-    with pytest.raises(BuildError, match="are none"):
+    with pytest.raises(DemandError, match="are none"):
         choose(SPARK, "dense", quantization=frozenset({WeightForm.NVFP4}))
 
 
@@ -78,7 +78,7 @@ def test_an_fp8_cache_is_narrowed_by_default_and_refused_when_it_was_asked_for(c
     assert choose(SPARK, kv=KvScheme.FP8).kv_dtype is KvDtype.FP8
     assert choose(AMPERE, kv=KvScheme.FP8).kv_dtype is KvDtype.FLOAT16
     assert "the KV cache is kept in float16" in caplog.text
-    with pytest.raises(BuildError, match=r"kv-cache-dtype fp8: .*sm86 cannot.*8\.9 or later.*float16 works"):
+    with pytest.raises(DemandError, match=r"kv-cache-dtype fp8: .*sm86 cannot.*8\.9 or later.*float16 works"):
         choose(AMPERE, kv=KvScheme.FP8, kv_cache_dtype=KvCacheDtype.FP8)
 
 
@@ -89,7 +89,7 @@ def test_a_cache_type_asked_for_wins_over_the_checkpoint() -> None:
 
 def test_every_unmet_wish_is_told_at_once() -> None:
     wishes = {"quantization": frozenset({WeightForm.NVFP4}), "kv_cache_dtype": KvCacheDtype.FP8}
-    with pytest.raises(BuildError) as raised:
+    with pytest.raises(DemandError) as raised:
         choose(TURING, "nvfp4", **wishes)
     assert [line.split(":")[0] for line in str(raised.value).splitlines()] == [
         "quantization nvfp4",

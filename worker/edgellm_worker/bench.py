@@ -193,8 +193,8 @@ def sweep(
     clock: Clock,
     progress: Callable[[int, Cell], None] = lambda _repeat, _cell: None,
 ) -> SweepResult:
-    """`progress` is called before each cell. Raises `ConfigError` for a request that this engine cannot take, and what
-    opening and running an engine raises.
+    """`progress` is called before each cell. Raises `ConfigError` for a request that this engine cannot take,
+    `DemandError` where it can do none of the drafts, and what opening and running an engine raises.
     """
     cells = [Cell(size, drafting) for size in plan.batch_sizes for drafting in plan.draftings]
     runs: dict[Cell, list[CellRun]] = {cell: [] for cell in cells}
@@ -218,6 +218,8 @@ def sweep(
                     cell = Cell(batch_size, drafting)
                     progress(repeat, cell)
                     runs[cell].append(_Run(engine, batch_size, requests).run(clock))
+    if not any(runs.values()):
+        raise DemandError("\n".join(dict.fromkeys(left_out.values())))
     return SweepResult({cell: of_cell for cell, of_cell in runs.items() if of_cell}, left_out)
 
 

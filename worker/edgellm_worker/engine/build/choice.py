@@ -16,7 +16,7 @@ from edgellm_worker.engine.build.weight_policy import WeightPolicy
 from edgellm_worker.engine.checkpoint.quantization import KvScheme
 from edgellm_worker.engine.checkpoint.weights import Fp8Weight, Nvfp4Weight
 from edgellm_worker.engine.demands import KvCacheDtype, TreeSizes, WeightForm
-from edgellm_worker.engine.errors import BuildError
+from edgellm_worker.engine.errors import DemandError
 from edgellm_worker.engine.load import EngineOptions
 from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.ops.api import KvDtype
@@ -84,7 +84,7 @@ def trees_of(model: Model, options: EngineOptions) -> TreeSizes:
 
 
 def engine_spec(model: Model, kv_scheme: KvScheme, options: EngineOptions, machine: Machine) -> EngineSpec:
-    """What to build. `kv_scheme` is the checkpoint's. Raises `BuildError` and `CapacityError`."""
+    """What to build. `kv_scheme` is the checkpoint's. Raises `DemandError` and `CapacityError`."""
     trees = trees_of(model, options)
     is_decoded = WeightForm.FLOAT16 in options.quantization
     forms = frozenset() if is_decoded else machine.native_forms
@@ -105,7 +105,7 @@ def engine_spec(model: Model, kv_scheme: KvScheme, options: EngineOptions, machi
     )
     problems = _unmet(model, spec, options, machine)
     if problems:
-        raise BuildError("\n".join(problems))
+        raise DemandError("\n".join(problems))
     return spec
 
 

@@ -33,7 +33,7 @@ NAME: Final = "tensorrt"
 def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
     """Build the bundle if the cache has none (`build` does it ahead of time), then load it.
 
-    Raises `BuildError`, `CapacityError`, `CheckpointError`, `EngineError`.
+    Raises `BuildError`, `CapacityError`, `CheckpointError`, `DemandError`, `EngineError`.
     """
     model = read_model(checkpoint.model_config, checkpoint.base, checkpoint.draft)
     trees_of(model, options)  # what contradicts itself does so on every machine
