@@ -113,7 +113,7 @@ class Engines:
         self._runtime = library.module.Runtime(logger)
         self._engines: dict[str, Any] = {}
         self._contexts: dict[tuple[str, int, int], Any] = {}
-        self._scratch: dict[int, int] = {}
+        self._scratch: dict[int, tuple[int, int]] = {}
 
     def load(self, plans: Mapping[str, bytes]) -> None:
         """Raises `EngineError` naming a plan that this library cannot read."""
@@ -165,7 +165,7 @@ class Engines:
     def _make_context(self, engine: Any, stream: int) -> Any:
         if stream not in self._scratch:
             sizes = [self._scratch_bytes(engine) for engine in self._engines.values()]
-            self._scratch[stream] = self._cuda.allocate(max(sizes))
+            self._scratch[stream] = (self._cuda.allocate(max(sizes)), max(sizes))
         if hasattr(engine, "create_execution_context_without_device_memory"):
             context = engine.create_execution_context_without_device_memory()
         else:
@@ -173,7 +173,11 @@ class Engines:
             context = engine.create_execution_context(kinds.USER_MANAGED)
         if context is None:
             raise EngineError("no execution context can be made: the GPU may be out of memory")
-        context.device_memory = self._scratch[stream]
+        scratch, num_bytes = self._scratch[stream]
+        if hasattr(context, "set_device_memory"):  # since 10.1, where the setter without a size is deprecated
+            context.set_device_memory(scratch, num_bytes)
+        else:
+            context.device_memory = scratch
         return context
 
     def _profile(self, engine: Any, num_rows: int) -> int:
