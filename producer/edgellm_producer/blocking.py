@@ -80,6 +80,9 @@ class BlockingProducer:
     def cancel(self, job_id: str) -> CancelOutcome:
         return self.call(self._producer.cancel(job_id))
 
+    def has_worker(self) -> bool:
+        return self.call(self._producer.has_worker())
+
     def map(
         self, jobs: Iterable[Mapping[str, Any]], *, concurrency: int = 64, timeout_s: float | None = None
     ) -> Iterator[MapOutcome]:

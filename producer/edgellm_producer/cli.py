@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edgellm_producer import protocol
+from edgellm_producer.alone import alone_in_words, told_when_alone
 from edgellm_producer.batch import command as batch
 from edgellm_producer.client import Producer
 from edgellm_producer.dead import DeadLetter, DeadLetters, UnknownDeadLetter
@@ -26,7 +27,7 @@ from edgellm_producer.errors import EdgellmError, JobError, JobRejected, Protoco
 from edgellm_producer.gateway import command as gateway
 from edgellm_producer.job import JobState, SubmittedJob, raise_for_status
 from edgellm_producer.keys import Priority
-from edgellm_producer.shell import expanded, explained, flush, leave_to_nobody, seconds
+from edgellm_producer.shell import expanded, explained, flush, leave_to_nobody, seconds, warn
 from edgellm_producer.streaming import Restarted
 from edgellm_producer.wire import Reply, Status
 
@@ -136,14 +137,15 @@ async def _submit(producer: Producer, arguments: Arguments) -> int:
         print(job.id)
         return ExitCode.DONE
     try:
-        if arguments.json:
-            return _print_whole(await job.reply())
-        await _print_stream(job)
+        async with told_when_alone(producer, warn):
+            if arguments.json:
+                return _print_whole(await job.reply())
+            await _print_stream(job)
     except asyncio.CancelledError:
         await job.cancel()  # whoever interrupts the command does not want the text any more
         raise
     except QueueUnreachable:
-        print(f"edgellm-producer: the job lives on: edgellm-producer result {job.id}", file=sys.stderr)
+        warn(f"the job lives on: edgellm-producer result {job.id}")
         raise
     return ExitCode.DONE
 
@@ -174,7 +176,8 @@ def _result_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def _result(producer: Producer, arguments: Arguments) -> int:
-    reply = await producer.job(arguments.id).reply(arguments.timeout_s)
+    async with told_when_alone(producer, warn):
+        reply = await producer.job(arguments.id).reply(arguments.timeout_s)
     if arguments.json:
         return _print_whole(reply)
     print(raise_for_status(reply).text)
@@ -189,6 +192,8 @@ async def _status(producer: Producer, arguments: Arguments) -> int:
     elif status.state is not JobState.UNKNOWN:  # the queue keeps no count of what is over
         words.append(f"attempt={status.attempt}")
     print(*words)
+    if status.state is JobState.QUEUED and (alone := await alone_in_words(producer)) is not None:
+        warn(alone)
     return ExitCode.OPERATOR if status.state is JobState.UNKNOWN else ExitCode.DONE
 
 

@@ -172,6 +172,10 @@ class Producer:
             raise UnknownJob(f"this queue does not know {job_id}")
         return CancelOutcome(outcome)
 
+    async def has_worker(self) -> bool:
+        """Whether a worker serves this queue, or did within the last minute. Jobs wait where none does."""
+        return bool(await self.call("EXISTS", self.keys.lease))
+
     async def map(
         self, jobs: Iterable[Mapping[str, Any]], *, concurrency: int = 64, timeout_s: float | None = None
     ) -> AsyncIterator[MapOutcome]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from edgellm_producer.alone import alone_in_words
 from edgellm_producer.errors import (
     JobCancelled,
     JobError,
@@ -108,7 +109,9 @@ class SubmittedJob:
             async with asyncio.timeout(timeout):
                 return await self._await_reply()
         except TimeoutError as error:
-            raise ResultTimeout(f"no answer of {self.id} within {timeout} s") from error
+            alone = await alone_in_words(self._producer)
+            message = f"no answer of {self.id} within {timeout} s"
+            raise ResultTimeout(message if alone is None else f"{message}; {alone}") from error
 
     async def _await_reply(self) -> Reply:
         if self._reply is None:

@@ -49,6 +49,11 @@ def expanded(path: Path) -> Path:
         raise OSError(ENOENT, "there is no such home directory", str(path)) from error
 
 
+def warn(text: str) -> None:
+    sys.stderr.write(f"edgellm-producer: {text}\n")
+    sys.stderr.flush()
+
+
 def explained(error: Exception) -> str:
     """A fault in words: of a file, its name and why, without the number that only a programmer knows."""
     if isinstance(error, OSError) and error.strerror:

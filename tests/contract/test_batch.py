@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +104,57 @@ async def test_a_failed_job_is_a_line_with_its_error(default_server, queue_name,
     assert bad["error"] == {"code": "context_length_exceeded", "message": "too long"}
 
 
+async def test_failures_are_told_the_first_of_each_kind_at_once_and_their_numbers_at_the_end(
+    default_server, queue_name, tmp_path, capsys
+):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    bad = {**CHAT, "temperature": -1}
+    source.write_bytes(line("a") + line("b", body=bad) + line("c", body=bad) + b"{half a line\n")
+    async with instant_worker(default_server.url, queue_name):
+        assert await run(default_server.url, queue_name, source, output) == 1
+    told = capsys.readouterr().err
+    assert told.count("batch: line 2 failed: invalid_field: ") == 1
+    assert "line 3 failed" not in told
+    assert "batch: line 4 failed: malformed: not JSON" in told
+    assert "4/4 (100%) lines" in told
+    assert told.endswith("batch: 3 of 4 lines failed: 2 invalid_field, 1 malformed\n")
+
+
+async def test_an_interrupt_says_how_to_go_on_and_earlier_failures_count(default_server, queue_name, tmp_path, capsys):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(line("bad", body={**CHAT, "temperature": -1}) + line("good"))
+    async with Producer(default_server.url, queue=queue_name) as producer:
+        command = run_batch(producer, arguments(str(source), "-o", str(output)))
+        running = asyncio.create_task(command)
+        async with asyncio.timeout(10):
+            while not output.exists() or not output.read_bytes():
+                await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert "batch: interrupted: the same command goes on from here\n" in capsys.readouterr().err
+    async with instant_worker(default_server.url, queue_name):
+        assert await run(default_server.url, queue_name, source, output) == 1
+    told = capsys.readouterr().err
+    assert "batch: resuming, 1 lines are answered already" in told
+    assert told.endswith("batch: 1 of 2 lines failed: 1 invalid_field\n")
+    assert answers(output)["good"]["error"] is None
+
+
+async def test_a_batch_that_no_worker_sees_says_so(default_server, queue_name, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("edgellm_producer.alone.TELL_AFTER_S", 0.0)
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(line("a"))
+    running = asyncio.create_task(run(default_server.url, queue_name, source, output))
+    told = ""
+    async with asyncio.timeout(10):
+        while "no worker serves queue" not in told:
+            await asyncio.sleep(0.01)
+            told += capsys.readouterr().err
+    async with instant_worker(default_server.url, queue_name):
+        assert await running == 0
+
+
 async def test_a_repeated_custom_id_is_refused_and_the_first_one_answered(default_server, queue_name, tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(line("same") + line("same"))
@@ -172,6 +225,7 @@ def test_an_interrupted_output_is_resumed_and_its_half_line_cut(tmp_path):
     with BatchOutput.open(output, source) as second:
         assert second.run_id == first.run_id
         assert second.answered == {1}
+        assert not second.failures
     assert output.read_bytes().count(b"\n") == 1
 
 
@@ -211,5 +265,12 @@ def test_published_examples_go_through_unchanged():
 
 
 def test_progress_tells_rate_time_left_and_failures():
-    progress = Progress(total=100, started_at=0.0, stream=sys.stderr, done=20, failed=3)
+    progress = Progress(total=100, started_at=0.0, stream=sys.stderr, done=20, failures=Counter(a=2, b=1))
     assert progress.line(10.0) == "20/100 (20%) lines, 2.0/s, 0:00:40 left, 3 failed"
+
+
+def test_progress_of_a_resumed_run_counts_all_lines_and_rates_its_own():
+    progress = Progress(total=100, started_at=0.0, stream=sys.stderr, done=50, resumed=50)
+    assert progress.line(10.0) == "50/100 (50%) lines, 0.0/s, 0 failed"
+    progress.done += 10
+    assert progress.line(10.0) == "60/100 (60%) lines, 1.0/s, 0:00:40 left, 0 failed"

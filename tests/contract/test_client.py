@@ -105,6 +105,20 @@ async def test_a_wait_that_times_out_leaves_the_job_alive(one_rig: Rig) -> None:
         assert (await job.result(timeout=5)).text == "abc"
 
 
+async def test_a_wait_where_no_worker_lives_says_so(one_rig: Rig) -> None:
+    job = await one_rig.submit("abc")
+    assert not await one_rig.producer.has_worker()
+    with pytest.raises(ResultTimeout, match=f"no worker serves queue '{one_rig.producer.keys.queue}' there"):
+        await job.result(timeout=0.01)
+    worker = await one_rig.worker()
+    assert await one_rig.producer.has_worker()
+    with pytest.raises(ResultTimeout) as caught:
+        await job.result(timeout=0.01)
+    assert str(caught.value) == f"no answer of {job.id} within 0.01 s"
+    async with serving(worker):
+        assert (await job.result(timeout=5)).text == "abc"
+
+
 async def test_not_ready_expired_and_unknown_are_three_answers(one_rig: Rig) -> None:
     """dramatiq#548: the client comes back after the reply's time."""
     with pytest.raises(UnknownJob):

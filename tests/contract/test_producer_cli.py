@@ -54,12 +54,30 @@ async def test_no_wait_status_and_cancel(one_rig: Rig, capsys: pytest.CaptureFix
     assert await run(one_rig, "status", job_id) == 0
     assert await run(one_rig, "cancel", job_id) == 0
     assert await run(one_rig, "status", job_id) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == [
         f"{job_id} queued attempt=0",
         "cancelled",
         f"{job_id} done cancelled",
     ]
+    assert shown.err.count("edgellm-producer: no worker serves queue") == 1
     assert await run(one_rig, "cancel", "nope") == 2
+
+
+async def test_submit_says_once_that_no_worker_lives(
+    one_rig: Rig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgellm_producer.alone.TELL_AFTER_S", 0.0)
+    submit = asyncio.create_task(run(one_rig, "submit", "hi"))
+    told = ""
+    async with asyncio.timeout(10):
+        while "no worker serves queue" not in told:
+            await asyncio.sleep(0.01)
+            told += capsys.readouterr().err
+    await serve_one(await one_rig.worker(), "Hello")
+    assert await submit == 0
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("Hello\n", "")
 
 
 async def test_the_answer_of_a_job_that_was_not_waited_for(one_rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:

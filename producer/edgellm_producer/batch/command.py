@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from edgellm_producer.alone import told_when_alone
 from edgellm_producer.batch.output import BatchFileError, BatchOutput, complete
 from edgellm_producer.batch.progress import Progress
 from edgellm_producer.batch.run import BatchOptions, BatchRun, BatchSummary
@@ -63,14 +65,21 @@ async def run_batch(producer: Producer, args: argparse.Namespace) -> int:
 
 
 async def _run(producer: Producer, sink: BatchOutput, source: Path | None, options: BatchOptions) -> BatchSummary:
-    total = None if source is None else _count_lines(source) - len(sink.answered)
-    progress = Progress(total, time.monotonic())
-    if sink.answered:
-        sys.stderr.write(f"batch: resuming, {len(sink.answered)} lines are answered already\n")
+    num_answered = len(sink.answered)
+    total = None if source is None else _count_lines(source)
+    progress = Progress(total, time.monotonic(), sys.stderr, num_answered, sink.failures, num_answered)
+    if num_answered:
+        progress.remark(f"resuming, {num_answered} lines are answered already")
+    if sys.stderr.isatty():
+        progress.show(time.monotonic())
     with _lines(source) as lines:
-        summary = await BatchRun(producer, sink, progress, options).run(lines)
-    sys.stderr.write("\n" if sys.stderr.isatty() else "")
-    return summary
+        try:
+            async with told_when_alone(producer, progress.remark):
+                return await BatchRun(producer, sink, progress, options).run(lines)
+        except asyncio.CancelledError:
+            if sink.is_durable:
+                progress.remark("interrupted: the same command goes on from here")
+            raise
 
 
 @contextmanager

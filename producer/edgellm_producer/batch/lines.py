@@ -115,10 +115,11 @@ def job_id(run_id: str, number: int) -> str:
     return f"{run_id}.{number}"
 
 
-def number_of_output(run_id: str, text: bytes) -> int:
-    """The input line that an output line answers; ValueError when it is no line of this run."""
-    output_id = json.loads(text)["id"]
+def answered_by(run_id: str, text: bytes) -> tuple[int, str | None]:
+    """The input line that an output line answers, and its error's code; ValueError when it is no line of this run."""
+    fields = json.loads(text)
+    output_id, error = fields["id"], fields.get("error")
     prefix = f"{ID_PREFIX}{run_id}."
     if not isinstance(output_id, str) or not output_id.startswith(prefix):
         raise ValueError(f"{output_id!r} is not of run {run_id}")
-    return int(output_id.removeprefix(prefix))
+    return int(output_id.removeprefix(prefix)), None if error is None else str(error["code"])

@@ -7,13 +7,14 @@ import json
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final, Self
 
-from edgellm_producer.batch.lines import number_of_output
+from edgellm_producer.batch.lines import answered_by
 
 _FINGERPRINT_BYTES: Final = 1 << 16
 _SYNC_INTERVAL_S: Final = 1.0
@@ -35,11 +36,14 @@ def fingerprint(source: Path) -> str:
 
 @dataclass(slots=True)
 class BatchOutput:
-    """Appends whole lines; `answered` holds the line numbers found in the file when it was opened."""
+    """Appends whole lines. `answered` holds the line numbers found in the file when it was opened, `failures` how many
+    of them failed, by the error's code.
+    """
 
     run_id: str
     file: IO[bytes]
     answered: frozenset[int] = frozenset()
+    failures: Counter[str] = field(default_factory=Counter)
     is_durable: bool = True
     _last_sync: float = field(default_factory=time.monotonic)
 
@@ -51,14 +55,14 @@ class BatchOutput:
         mark = fingerprint(source) if source is not None else "stdin"
         if journal.exists():
             run_id = _resumed_run(journal, mark)
-            answered = _recover(output, run_id)
+            answered, failures = _recover(output, run_id)
         elif output.exists() and output.stat().st_size:
             raise BatchFileError(f"{output} exists and no journal says that it is unfinished: move it away first")
         else:
-            run_id, answered = f"batch-{secrets.token_hex(8)}", frozenset[int]()
+            run_id, answered, failures = f"batch-{secrets.token_hex(8)}", frozenset[int](), Counter[str]()
             _write_durably(journal, json.dumps({"run": run_id, "input": mark}).encode())
         with output.open("ab") as file:
-            yield cls(run_id, file, answered)
+            yield cls(run_id, file, answered, failures)
             file.flush()
             os.fsync(file.fileno())
 
@@ -87,22 +91,24 @@ def _resumed_run(journal: Path, mark: str) -> str:
     return run_id
 
 
-def _recover(output: Path, run_id: str) -> frozenset[int]:
-    """Line numbers already answered; a last line without its newline is cut off."""
+def _recover(output: Path, run_id: str) -> tuple[frozenset[int], Counter[str]]:
+    """Line numbers already answered, and the codes of those that failed; a last line without its newline is cut off."""
     if not output.exists():
-        return frozenset()
-    answered, whole_bytes = set(), 0
+        return frozenset(), Counter()
+    answered, failures, whole_bytes = set[int](), Counter[str](), 0
     with output.open("rb") as file:
         for number, text in enumerate(file, 1):
             if not text.endswith(b"\n"):
                 break
             try:
-                answered.add(number_of_output(run_id, text))
+                line, code = answered_by(run_id, text)
             except (ValueError, KeyError, TypeError) as error:
                 raise BatchFileError(f"{output}:{number}: {error}: move the file away to start over") from error
+            answered.add(line)
+            failures.update([] if code is None else [code])
             whole_bytes += len(text)
     os.truncate(output, whole_bytes)
-    return frozenset(answered)
+    return frozenset(answered), failures
 
 
 def _write_durably(path: Path, content: bytes) -> None:

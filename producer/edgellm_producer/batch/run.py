@@ -22,7 +22,13 @@ from edgellm_producer.batch.output import BatchOutput
 from edgellm_producer.batch.progress import Progress
 from edgellm_producer.client import Producer
 from edgellm_producer.errors import JobRejected, QueueFull, QueueUnreachable, ResultExpired, UnknownJob
-from edgellm_producer.openai.responses import ResponseShape, body_from_reply, error_from_code, error_from_rejection
+from edgellm_producer.openai.responses import (
+    ErrorBody,
+    ResponseShape,
+    body_from_reply,
+    error_from_code,
+    error_from_rejection,
+)
 from edgellm_producer.wire import ErrorCode, Reply, Status
 
 _PAUSES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -68,8 +74,10 @@ class BatchRun:
             await self._run(source)
         except* QueueUnreachable as group:
             raise group.exceptions[0] from None
-        self._progress.show(time.monotonic())
-        return BatchSummary(self._progress.done, self._progress.failed)
+        finally:
+            self._progress.show(time.monotonic())
+            self._progress.end()
+        return BatchSummary(self._progress.done, self._progress.failures.total())
 
     async def _run(self, source: Iterable[bytes]) -> None:
         places = asyncio.Semaphore(self._options.window)
@@ -95,28 +103,31 @@ class BatchRun:
 
     async def _answer(self, line: BatchLine | BadLine, places: asyncio.Semaphore) -> None:
         try:
-            output, failed = await self._output(line)
-            self._sink.write(output)
-            self._progress.answered(time.monotonic(), failed=failed)
+            outcome = await self._outcome(line)
+            if isinstance(outcome, ErrorBody):
+                self._sink.write(failure_line(self._sink.run_id, line.number, line.custom_id, outcome))
+                self._progress.failed(line.number, outcome.error["code"], outcome.error["message"])
+            else:
+                self._sink.write(outcome)
+            self._progress.answered(time.monotonic())
         finally:
             places.release()
 
-    async def _output(self, line: BatchLine | BadLine) -> tuple[bytes, bool]:
-        run_id = self._sink.run_id
+    async def _outcome(self, line: BatchLine | BadLine) -> bytes | ErrorBody:
+        """The output line of a job that succeeded, or why there is none."""
         if isinstance(line, BadLine):
-            return failure_line(run_id, line.number, line.custom_id, line.error), True
+            return line.error
         try:
             reply = await self._reply(line)
         except JobRejected as error:
-            return failure_line(run_id, line.number, line.custom_id, error_from_rejection(error)), True
+            return error_from_rejection(error)
         if reply.status is not Status.OK:
             info = reply.error
             code, message = (info.code, info.message) if info else (ErrorCode.ENGINE_ERROR, reply.status.value)
-            error_body = error_from_code(code, message, info.field if info else None)
-            return failure_line(run_id, line.number, line.custom_id, error_body), True
+            return error_from_code(code, message, info.field if info else None)
         model = str(line.request.fields.get("model") or self._options.model or "")
         shape = ResponseShape(line.request.endpoint, reply.id, model, int(time.time()))
-        return success_line(run_id, line, body_from_reply(shape, reply)), False
+        return success_line(self._sink.run_id, line, body_from_reply(shape, reply))
 
     async def _reply(self, line: BatchLine) -> Reply:
         """Submit until the queue takes it, then wait; a reply that expired while nobody was reading is made again."""
