@@ -19,18 +19,19 @@ from edgellm_worker.engine.build import bundle
 from edgellm_worker.engine.build.bundle import Bundle, BundleKey, Miss, compile_in_children, ensure_bundle, read_bundle
 from edgellm_worker.engine.build.canary import FILE as CANARY_FILE
 from edgellm_worker.engine.build.canary import Canary
+from edgellm_worker.engine.build.choice import Machine
 from edgellm_worker.engine.build.segments import Segment, cut
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.build.weight_policy import WeightPolicy, WeightReader
 from edgellm_worker.engine.checkpoint.weights import Nvfp4Weight
-from edgellm_worker.engine.errors import BuildError, EngineError
+from edgellm_worker.engine.errors import BuildError, EngineError, NetworkRefused
 from edgellm_worker.engine.ops.api import KvDtype
 from edgellm_worker.engine.ops.graph import Dtype
 from edgellm_worker.engine.ops.tensorrt import TensorRtOps
 from edgellm_worker.engine.runtime import tensorrt_engine
 from edgellm_worker.engine.trt import Flavour, Library
 from tests.support.redis_server import wait_until
-from tests.support.tensorrt_models import TINY
+from tests.support.tensorrt_models import TINY, tiny_shapes
 
 SPEC = EngineSpec(4, 512, 4, KvDtype.FLOAT16)
 NETWORKS = ("a", "b")
@@ -209,6 +210,61 @@ def test_a_builder_that_dies_is_reported_with_its_log(
     make = compile_in_children(TINY, SPEC, LIBRARY, 2, tmp_path / "log")
     with pytest.raises(BuildError, match=message):
         make(tmp_path)
+
+
+def test_quantized_products_that_the_library_refused_are_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the note is removed."""
+    key = BundleKey.of(TINY, replace(SPEC, runs_fp8=True), LIBRARY, "sm110", NETWORKS)
+    (tmp_path / "refused_builder.py").write_text("import sys; sys.stdin.read(); print('no FP8 here'); sys.exit(20)")
+    monkeypatch.setattr(bundle, "_CHILD", "refused_builder")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    make = compile_in_children(TINY, SPEC, LIBRARY, 2, tmp_path / "log")
+    with pytest.raises(NetworkRefused, match=r"^no FP8 here$"):
+        ensure_bundle(tmp_path, key, make)
+    with pytest.raises(NetworkRefused, match=r"no FP8 here\n\(as .*\.refused has it: remove it to try again\)"):
+        ensure_bundle(tmp_path, key, _never)
+    key.folder(tmp_path).with_suffix(".refused").unlink()
+    assert not ensure_bundle(tmp_path, key, write)[1]
+
+
+def test_quantized_products_that_the_library_refuses_run_in_our_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    asked: list[EngineSpec] = []
+
+    def compiling(_model_dir: Path, spec: EngineSpec, *_more: object):
+        def make(out: Path) -> None:
+            asked.append(spec)
+            if spec.runs_fp8 or spec.runs_fp4:
+                raise NetworkRefused("tensorrt cannot compile a network\nand much more")
+            write(out)
+
+        return make
+
+    monkeypatch.setattr(tensorrt_engine, "compile_in_children", compiling)
+    model, native = tiny_shapes("qwen3_5_text", "fp8"), replace(SPEC, runs_fp8=True, runs_fp4=True, packs=True)
+    machine = Machine(LIBRARY, "sm110")
+    built, was_there, spec = tensorrt_engine._bundle(TINY, model, native, machine, tmp_path)
+    assert (was_there, spec) == (False, replace(native, runs_fp8=False, runs_fp4=False))
+    assert asked == [native, spec]
+    assert "do not run in the library's networks: tensorrt cannot compile a network" in caplog.text
+    again, is_there, _ = tensorrt_engine._bundle(TINY, model, native, machine, tmp_path)
+    assert (again.path, is_there, len(asked)) == (built.path, True, 2)
+
+
+def test_a_refusal_of_plain_networks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*_order: object):
+        def make(_out: Path) -> None:
+            raise NetworkRefused("no")
+
+        return make
+
+    monkeypatch.setattr(tensorrt_engine, "compile_in_children", refusing)
+    for _ in range(2):  # tried again: nothing else would be
+        with pytest.raises(NetworkRefused, match=r"^no$"):
+            tensorrt_engine._bundle(TINY, tiny_shapes("llama"), SPEC, Machine(LIBRARY, "sm110"), tmp_path)
 
 
 def test_a_builder_that_writes_too_little_is_not_called_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ EngineFault
 ├── CheckpointError   the files are wrong: `problems` lists every one; the operator's to mend
 ├── DemandError       an engine was asked for what it cannot do; the operator's to mend
 ├── BuildError        a network or bundle cannot be built; the operator's or the library's
+│   └── NetworkRefused    the library said that it cannot compile a network; in other types it may
 ├── CapacityError     limits that contradict each other or do not fit the device; no free slot
 ├── RequestError      this request can never run here: `field`; the producer's to mend
 ├── RowError          one row's numbers went bad; that row fails, its neighbours run on
@@ -32,6 +33,10 @@ class DemandError(EngineFault):
 
 
 class BuildError(EngineFault):
+    pass
+
+
+class NetworkRefused(BuildError):  # noqa: N818 - what happened, as ModelMismatch
     pass
 
 

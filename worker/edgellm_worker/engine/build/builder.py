@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm_worker.engine.build.segments import Segment, node_weight_groups
-from edgellm_worker.engine.errors import BuildError
+from edgellm_worker.engine.errors import NetworkRefused
 from edgellm_worker.engine.ops.graph import Graph
 from edgellm_worker.engine.ops.tensorrt_layers import Layers
 from edgellm_worker.engine.ops.tensorrt_rows import Emitter, emit_row_op
@@ -45,7 +45,7 @@ class Builder:
         self._builder: Any = None  # making one loads the library's kernels: seconds
 
     def compile(self, segment: Segment, ranges: Sequence[RowRange]) -> bytes:
-        """-> a serialized plan. Raises `BuildError` with what the library said."""
+        """-> a serialized plan. Raises `NetworkRefused` with what the library said."""
         self._logger.messages.clear()
         builder = self._made()
         network = builder.create_network(self._network_flags())
@@ -76,7 +76,7 @@ class Builder:
     def _serialized(self, network: Any, config: Any) -> bytes:
         plan = self._made().build_serialized_network(network, config)
         if plan is None:
-            raise BuildError(
+            raise NetworkRefused(
                 f"{self._library.name} cannot compile a network for {self._settings.target}:"
                 f" {self._logger.text() or 'it does not say why'}"
             )

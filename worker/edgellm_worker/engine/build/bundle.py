@@ -1,7 +1,7 @@
 """Bundles: the plans of one engine on disk, and when they may be used again.
 
     <cache>/tensorrt/<library>-<version>_<gpu>/<digest>/    manifest.json and one <segment key>.plan per network
-                                              /<digest>.lock, <digest>.log
+                                              /<digest>.lock, <digest>.log, <digest>.refused
                                               /.building-*     unfinished, never read
 
 The digest is of the key: checkpoint content, model code version, every build option (tree sizes among them), library,
@@ -28,10 +28,10 @@ from typing import Any, Final
 
 from edgellm_worker.engine.build.canary import FILE as CANARY_FILE
 from edgellm_worker.engine.build.canary import Canary
-from edgellm_worker.engine.build.spec import MODEL_CODE_VERSION, EngineSpec
-from edgellm_worker.engine.builders import builder_failure, locked
+from edgellm_worker.engine.build.spec import MODEL_CODE_VERSION, REFUSED, EngineSpec
+from edgellm_worker.engine.builders import builder_failure, locked, log_tail
 from edgellm_worker.engine.checkpoint.digest import content_digest
-from edgellm_worker.engine.errors import BuildError
+from edgellm_worker.engine.errors import BuildError, NetworkRefused
 from edgellm_worker.engine.trt import Library
 
 MANIFEST: Final = "manifest.json"
@@ -67,6 +67,10 @@ class BundleKey:
             "networks": hashlib.sha256(" ".join(sorted(networks)).encode()).hexdigest(),
         }
         return cls(library.name, gpu, fields)
+
+    @property
+    def has_native_forms(self) -> bool:
+        return bool(self.fields["options"]["runs_fp8"] or self.fields["options"]["runs_fp4"])
 
     def folder(self, cache_dir: Path) -> Path:
         digest = hashlib.sha256(json.dumps(self.fields, sort_keys=True).encode()).hexdigest()[:16]
@@ -123,7 +127,8 @@ PlanMaker = Callable[[Path], None]
 
 def ensure_bundle(cache_dir: Path, key: BundleKey, make: PlanMaker) -> tuple[Bundle, bool]:
     """The bundle, built by `make` where there is none -> (bundle, whether it was there). One builder per key at a time
-    on this machine: others wait for it. Raises `BuildError`.
+    on this machine: others wait for it. Raises `BuildError`. Quantized products that the library refused are not tried
+    again.
     """
     path = key.folder(cache_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,6 +136,10 @@ def ensure_bundle(cache_dir: Path, key: BundleKey, make: PlanMaker) -> tuple[Bun
         found = read_bundle(path, key)
         if isinstance(found, Bundle):
             return found, True
+        refusal = path.with_suffix(".refused")
+        if refusal.exists():
+            reason = refusal.read_text(errors="replace")
+            raise NetworkRefused(f"{reason}\n(as {refusal} has it: remove it to try again)")
         _log.info("building %s: %s", path, found.reason)
         for leftover in path.parent.glob(f".building-{path.name}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -138,6 +147,10 @@ def ensure_bundle(cache_dir: Path, key: BundleKey, make: PlanMaker) -> tuple[Bun
         try:
             make(staging)
             _finish(staging, path, key)
+        except NetworkRefused as error:
+            if key.has_native_forms:  # of plain networks nothing else is tried, so they are: it may have been memory
+                refusal.write_text(str(error))
+            raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         built = read_bundle(path, key)
@@ -185,9 +198,11 @@ def compile_in_children(model_dir: Path, spec: EngineSpec, library: Library, num
             for index, child in enumerate(children):
                 _send(child, {**order, "part": [index, count]})
             codes = [child.wait() for child in children]
-        failed = next((code for code in codes if code), 0)
+        failed = sorted((code for code in codes if code), key=REFUSED.__eq__)  # a refusal is told where nothing else is
         if failed:
-            raise builder_failure("the TensorRT builder", failed, log)
+            if failed[0] == REFUSED:
+                raise NetworkRefused(log_tail(log))
+            raise builder_failure("the TensorRT builder", failed[0], log)
         written = len(list(out.glob("*.plan")))
         if written != num_networks:
             raise BuildError(f"the builder wrote {written} of {num_networks} plans; its log is {log}")

@@ -18,10 +18,10 @@ from typing import Any
 
 from edgellm_worker.engine.build import canary
 from edgellm_worker.engine.build.builder import Builder
-from edgellm_worker.engine.build.spec import EngineSpec
+from edgellm_worker.engine.build.spec import REFUSED, EngineSpec
 from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
 from edgellm_worker.engine.child.process import end_with_parent
-from edgellm_worker.engine.errors import EngineFault
+from edgellm_worker.engine.errors import EngineFault, NetworkRefused
 from edgellm_worker.engine.models.registry import read_model
 from edgellm_worker.engine.trt import Flavour, load_library
 
@@ -46,6 +46,9 @@ def main() -> int:
     end_with_parent()
     try:
         compile_part(json.load(sys.stdin))
+    except NetworkRefused as error:
+        sys.stderr.write(f"{error}\n")
+        return REFUSED
     except EngineFault as error:
         sys.stderr.write(f"{error}\n")
         return 1

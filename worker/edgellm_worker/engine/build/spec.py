@@ -16,6 +16,8 @@ from edgellm_worker.engine.ops.api import KvDtype
 from edgellm_worker.engine.ops.graph import Lowering
 from edgellm_worker.engine.trt import Target
 
+REFUSED = 20
+"""How a builder process exits where the library refused a network."""
 MODEL_CODE_VERSION = 3
 """Raise it when recording or lowering changes what a plan computes: older bundles are then misses."""
 

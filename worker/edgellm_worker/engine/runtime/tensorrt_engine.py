@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +18,7 @@ from edgellm_worker.engine.build.choice import Machine, drafting_of, engine_spec
 from edgellm_worker.engine.build.plan import MemoryPlan, plan_memory
 from edgellm_worker.engine.build.spec import EngineSpec
 from edgellm_worker.engine.checkpoint.checkpoint import Checkpoint
-from edgellm_worker.engine.errors import CapacityError, EngineError
+from edgellm_worker.engine.errors import CapacityError, EngineError, NetworkRefused
 from edgellm_worker.engine.load import EngineOptions
 from edgellm_worker.engine.models.registry import Model, read_model
 from edgellm_worker.engine.runtime.cuda import Cuda
@@ -28,6 +30,8 @@ from edgellm_worker.engine.runtime.tensorrt_program import Engines
 from edgellm_worker.engine.trt import Library, load_library
 
 NAME: Final = "tensorrt"
+
+_log = logging.getLogger(__name__)
 
 
 def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
@@ -43,7 +47,7 @@ def open_engine(checkpoint: Checkpoint, options: EngineOptions) -> Engine:
         machine = Machine(library, cuda.architecture)
         spec = engine_spec(model, checkpoint.base.kv.scheme, options, machine)
         _require_room(plan_memory(model, spec), cuda)
-        bundle, _ = _bundle(checkpoint.path, model, spec, machine, options.cache_dir)
+        bundle, _, spec = _bundle(checkpoint.path, model, spec, machine, options.cache_dir)
         engines = _loaded(bundle, library, cuda)
         executor = TensorRtExecutor(
             model,
@@ -104,7 +108,7 @@ def build_bundle(checkpoint: Checkpoint, options: EngineOptions) -> str:
     with Cuda() as cuda:
         machine = Machine(library, cuda.architecture)
     spec = engine_spec(model, checkpoint.base.kv.scheme, options, machine)
-    bundle, was_cached = _bundle(checkpoint.path, model, spec, machine, options.cache_dir)
+    bundle, was_cached, _ = _bundle(checkpoint.path, model, spec, machine, options.cache_dir)
     state = "already built" if was_cached else "built"
     size = sum(map(len, bundle.plans.values()))
     return f"{bundle.path}: {state}, {len(bundle.plans)} networks, {size / 1e6:.1f} MB ({machine})"
@@ -122,7 +126,25 @@ def engine_limits(model: Model, spec: EngineSpec, options: EngineOptions, num_dr
     )
 
 
-def _bundle(model_dir: Path, model: Model, spec: EngineSpec, machine: Machine, cache_dir: Path) -> tuple[Bundle, bool]:
+def _bundle(
+    model_dir: Path, model: Model, spec: EngineSpec, machine: Machine, cache_dir: Path
+) -> tuple[Bundle, bool, EngineSpec]:
+    """-> (bundle, whether it was there, what it is of). A library that refuses quantized products, though its release
+    should have them, gets none: their weights run in our kernel then, at their own bytes too.
+    """
+    try:
+        return *_bundle_of(model_dir, model, spec, machine, cache_dir), spec
+    except NetworkRefused as error:
+        if not (spec.runs_fp8 or spec.runs_fp4):
+            raise
+        _log.warning("quantized weights do not run in the library's networks: %s", str(error).partition("\n")[0])
+    narrowed = replace(spec, runs_fp8=False, runs_fp4=False)
+    return *_bundle_of(model_dir, model, narrowed, machine, cache_dir), narrowed
+
+
+def _bundle_of(
+    model_dir: Path, model: Model, spec: EngineSpec, machine: Machine, cache_dir: Path
+) -> tuple[Bundle, bool]:
     networks = spec.segments(model, spec.reader(has_values=False)).keys()
     key = BundleKey.of(model_dir, spec, machine.library, machine.architecture, networks)
     folder = key.folder(cache_dir.expanduser())
