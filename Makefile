@@ -20,7 +20,7 @@ demo: install
 # A test and the others of its xdist_group run in one process, in turn.
 TEST_PROCESSES ?= logical
 test: install
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --maxprocesses 4 --dist loadgroup -m 'not soak and not gpu and not vendor'
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --maxprocesses 4 --dist loadgroup --durations 20 -m 'not soak and not gpu and not vendor'
 
 # Full-size runs, and the wheel in a really empty environment.
 soak: install

@@ -155,7 +155,7 @@ def test_whole_passes_compile_as_one_network_each(library: Library, record_prope
     record_property("seen", f"{library.name}: {len(sizes)} whole passes as one network each")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_all_64_layers_of_the_27b_compile_as_one_network(record_property: Record) -> None:
     """Every layer's state goes in and comes out; memory is bounded, as all weights are inputs."""
     command = (sys.executable, "-m", "tests.support.whole_27b", "64")
