@@ -143,12 +143,21 @@ def test_the_command_plans_what_was_asked_for(capsys: pytest.CaptureFixture[str]
     kv_bytes = []
     for flags in ([], ["--kv-cache-dtype", "fp8"]):
         assert main(["plan", str(TINY), "--json", "--max-verify-tree-size", "8", *flags], {}) == 0
-        rows = json.loads(capsys.readouterr().out)["rows"]
+        document = json.loads(capsys.readouterr().out)
+        assert document["verify_state_bytes_per_position"]["one_copy"] == 62208
+        rows = document["rows"]
         assert {row["num_drafts"] for row in rows} == {0, 1, 3, 5, 7}
         kv_bytes.append(rows[-1]["memory"]["kv_cache_bytes"])
     assert kv_bytes[0] == 2 * kv_bytes[1]
     assert main(["plan", str(TINY), "--max-verify-tree-size", "3"], {}) == 2
     assert "max-verify-tree-size 3 is below num_speculative_tokens + 1, 4" in capsys.readouterr().err
+
+
+def test_a_cache_longer_than_the_models_positions_is_narrowed_and_said_to_be(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", str(TINY), "--max-kv-cache-capacity", "100000"], {}) == 0
+    assert "the model has 2048 positions: no row gets more of the cache" in capsys.readouterr().err
 
 
 def test_the_command_prints_a_table_and_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,15 +73,19 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     batches = sorted({1, 2, 4, 8, spec.max_batch_size})
     drafts = sorted({0, 1, 3, 5, wanted}) if model.mtp is not None else [0]
     rows = plan_grid(model, spec, batches, drafts)
+    single, kept = (verify_state_bytes_per_position(model, spec, copies=copies) for copies in (1, 2))
     if arguments.json:
-        sys.stdout.write(json.dumps({"budget_bytes": budget, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        state = {"one_copy": single, "as_kept": kept}
+        document = {"budget_bytes": budget, "verify_state_bytes_per_position": state, "rows": list(map(asdict, rows))}
+        sys.stdout.write(json.dumps(document, indent=1) + "\n")
     else:
-        single, kept = (verify_state_bytes_per_position(model, spec, copies=copies) for copies in (1, 2))
         sys.stdout.write(table(rows, budget))
         sys.stdout.write(
             f"a verify position costs {single / 1e6:.2f} MB of state over {spec.max_batch_size} rows, one copy"
             f" ({kept / 1e6:.2f} MB as kept, k and log g twice)\n"
         )
+    if spec.max_kv_cache_capacity < settings.max_kv_cache_capacity:
+        sys.stderr.write(f"the model has {spec.max_kv_cache_capacity} positions: no row gets more of the cache\n")
     chosen = next(row for row in rows if (row.max_batch_size, row.num_drafts) == (spec.max_batch_size, wanted))
     if budget is not None and chosen.memory.total_bytes > budget:
         sys.stderr.write(
