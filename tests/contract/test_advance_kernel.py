@@ -23,6 +23,7 @@ from edgellm_worker.engine.runtime.sampling import RowSampler
 from edgellm_worker.engine.runtime.scores import Candidates, RoundScores
 from edgellm_worker.engine.runtime.speculative import _round_input
 from edgellm_worker.engine.runtime.tensorrt_block import RoundBlock
+from edgellm_worker.engine.runtime.tensorrt_rounds import ADVANCED
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
@@ -39,7 +40,6 @@ extern "C" void run(void** pointers, int* numbers) {
   launch(1, thread);
 }
 """
-NAMES = ("slots", "parity", "start", "commit", "draft_start", "last_row", "next_start", "pairs", "ids")
 SLOTS, WIDTH, CANDIDATES = 5, 6, 3
 LAYOUT = StateLayout(SLOTS, 4096, WIDTH, KvDtype.FLOAT16)
 
@@ -127,7 +127,7 @@ class Case:
         ids = block.view("ids")[: self.num_rows * (self.drafts + 1)].reshape(self.num_rows, -1)
         ids[:, 1:] = self.proposed
         block.upload()
-        pointers = (ctypes.c_void_p * 10)(*(block.pointer(name) for name in NAMES), self.best.ctypes.data)
+        pointers = (ctypes.c_void_p * 10)(*(block.pointer(name) for name in ADVANCED), self.best.ctypes.data)
         sizes = (self.num_rows, SLOTS, WIDTH, self.drafts, self.next_drafts, CANDIDATES)
         library.run(pointers, (ctypes.c_int * 6)(*sizes))
         copy = device_copy(block)

@@ -24,6 +24,7 @@ from edgellm_worker.engine.runtime.host_memory import available_bytes
 
 Argument = int | float
 _ALIGNMENT = 256
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 
 class Cuda:
@@ -82,14 +83,18 @@ class Cuda:
         self._context = None
 
     def _call(self, name: str, *arguments: Any) -> Any:
+        result, values = self._result(name, *arguments)
+        if int(result) != 0:
+            raise EngineError(f"{name}: {result.name}")
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _result(self, name: str, *arguments: Any) -> tuple[Any, list[Any]]:
         if threading.get_ident() != self._thread and self._context is not None:
             # The current context is a thread's own; an engine may be opened in one thread and stepped in another.
             self._thread = threading.get_ident()
             self._driver.cuCtxSetCurrent(self._context)
         result, *values = getattr(self._driver, name)(*arguments)
-        if int(result) != 0:
-            raise EngineError(f"{name}: {result.name}")
-        return values[0] if len(values) == 1 else tuple(values)
+        return result, values
 
     # --- the device ---
 
@@ -206,10 +211,10 @@ class Cuda:
         return Event(self._events[-1], self, self._call)
 
     def has_come(self, event: Any) -> bool:
-        (result,) = self._driver.cuEventQuery(event)
-        if result not in (self._driver.CUresult.CUDA_SUCCESS, self._driver.CUresult.CUDA_ERROR_NOT_READY):
+        result, _ = self._result("cuEventQuery", event)
+        if int(result) not in (0, _NOT_READY):
             raise EngineError(f"cuEventQuery: {result.name}")
-        return bool(result == self._driver.CUresult.CUDA_SUCCESS)
+        return int(result) == 0
 
     # --- graphs and time ---
 

@@ -95,6 +95,7 @@ class TensorRtExecutor:
 
     def close(self) -> None:
         """The library's contexts before the device memory they point into."""
+        self.prompts.finish()
         self._cuda.synchronize()
         self._engines.close()
         self._cuda.close()

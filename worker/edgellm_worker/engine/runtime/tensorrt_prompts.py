@@ -110,6 +110,11 @@ class Prompts:
                 kernel = self._machine.parts.kernels.token_kernel("clear_slot", "pi")
                 self._cuda.run(kernel, (_CLEARING_BLOCKS, self._num_spans, 1), 256, (self._spans, slot))
 
+    def finish(self) -> None:
+        """Nothing runs here afterwards."""
+        with self.lane.on():
+            self._cuda.synchronize()
+
     def _recurrent_spans(self) -> tuple[int, int]:
         """One launch clears all of a slot's tensors: their pointers and sizes lie on the device."""
         table = [

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from edgellm_worker.engine.runtime.tensorrt_block import RoundBlock
 from edgellm_worker.engine.runtime.tensorrt_kernels import Binding, Mode
 from edgellm_worker.engine.runtime.tensorrt_lane import Lane, Machine, RecordedPass
 from edgellm_worker.engine.runtime.tensorrt_program import Program
+
+ADVANCED: Final = ("slots", "parity", "start", "commit", "draft_start", "last_row", "next_start", "pairs", "ids")
+"""Parts of the block, as kernels/advance.cu takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +79,8 @@ class Rounds:
             raise EngineError("there is no round to follow")
         rows = len(last.slots)
         block, best = self.block, self.results.bindings(rows, last.num_drafts + 1)["best"].pointer
-        names = ("slots", "parity", "start", "commit", "draft_start", "last_row", "next_start", "pairs", "ids")
         sizes = (rows, block.num_slots, block.width, last.num_drafts, num_drafts, self.results.num_candidates)
-        self._cuda.run(self._advance, (1, 1, 1), -(-rows // 32) * 32, (*map(block.pointer, names), best, *sizes))
+        self._cuda.run(self._advance, (1, 1, 1), -(-rows // 32) * 32, (*map(block.pointer, ADVANCED), best, *sizes))
         launched = self._launch(last.slots, num_drafts)
         return lambda: self._finish(launched, 0.0, is_advanced=True)
 
