@@ -267,6 +267,19 @@ def test_a_refusal_of_plain_networks_is_an_error(tmp_path: Path, monkeypatch: py
             tensorrt_engine._bundle(TINY, tiny_shapes("llama"), SPEC, Machine(LIBRARY, "sm110"), tmp_path)
 
 
+def test_a_full_disk_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder that fails for it cannot write why into its log."""
+    (tmp_path / "dying_builder.py").write_text("import sys; sys.stdin.read(); sys.exit(1)")
+    monkeypatch.setattr(bundle, "_CHILD", "dying_builder")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    make = compile_in_children(TINY, SPEC, LIBRARY, 1, tmp_path / "log")
+    with pytest.raises(BuildError, match="exited 1"):
+        make(tmp_path)
+    monkeypatch.setattr(bundle.shutil, "disk_usage", lambda _path: SimpleNamespace(free=4096))
+    with pytest.raises(BuildError, match=f"^{tmp_path.parent}: no space left on the disk$"):
+        make(tmp_path)
+
+
 def test_a_builder_that_writes_too_little_is_not_called_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "idle_builder.py").write_text("import sys; sys.stdin.read()")
     monkeypatch.setattr(bundle, "_CHILD", "idle_builder")

@@ -38,6 +38,7 @@ MANIFEST: Final = "manifest.json"
 _LAYOUT_VERSION: Final = 3
 _CHILD: Final = "edgellm_worker.engine.build.child"
 _MOST_BUILDERS: Final = 4
+_LEAST_FREE_BYTES: Final = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -200,6 +201,8 @@ def compile_in_children(model_dir: Path, spec: EngineSpec, library: Library, num
             codes = [child.wait() for child in children]
         failed = sorted((code for code in codes if code), key=REFUSED.__eq__)  # a refusal is told where nothing else is
         if failed:
+            if shutil.disk_usage(out).free < _LEAST_FREE_BYTES:  # the log could not say it
+                raise BuildError(f"{out.parent}: no space left on the disk")
             if failed[0] == REFUSED:
                 raise NetworkRefused(log_tail(log))
             raise builder_failure("the TensorRT builder", failed[0], log)
