@@ -86,6 +86,20 @@ async def test_attempts_are_counted_at_begin_once_and_bounded(rig: Rig) -> None:
     )
 
 
+async def test_a_batch_begins_without_what_another_worker_took_from_its_middle(rig: Rig) -> None:
+    """Whatever the order, and across lanes."""
+    first, second = await rig.worker("w1"), await rig.worker("w2")
+    for priority in ("normal", "normal", "normal", "normal", "low"):
+        await rig.submit(priority=priority)
+    taken = await first.take(9)
+    rig.admin.xclaim(rig.keys.lane(NORMAL), GROUP, second.consumer, 0, [taken[1].entry_id], justid=True)
+    started, lost = BeginOutcome.STARTED, BeginOutcome.LOST
+    assert await first.begin(taken[:4]) == [started, lost, started, started]
+    assert await first.begin(taken) == [started, lost, started, started, started]
+    assert await first.begin(taken[::-1]) == [started, started, started, lost, started]
+    assert [(await rig.producer.status(delivery.id)).attempt for delivery in taken] == [1, 0, 1, 1, 1]
+
+
 async def test_release_hands_back_at_once_in_place_and_keeps_the_attempts(rig: Rig) -> None:
     first, second = await rig.worker("w1"), await rig.worker("w2")
     jobs = [await rig.submit() for _ in range(3)]
