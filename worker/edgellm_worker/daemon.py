@@ -175,11 +175,12 @@ class Daemon:
         grace_ends_at = self._grace_ends_at if self._grace_ends_at is not None and self._grace_ends_at > now else None
         times = [grace_ends_at, self._rows.next_deadline_at(), None if forming is None else now + forming]
         next_at = min((at for at in times if at is not None), default=None)
-        try:
-            async with asyncio.timeout(None if next_at is None else max(0.0, next_at - now)):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
+        if not self._wake.is_set():
+            try:
+                async with asyncio.timeout(None if next_at is None else max(0.0, next_at - now)):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
         self._wake.clear()
         self._loop_at = self._clock()
 
@@ -246,7 +247,8 @@ class Daemon:
             return
         for member, outcome in zip(members, outcomes, strict=True):
             del self._waiting[member.id]
-            self._answer_unstarted(member.delivery, outcome)
+            if outcome is not BeginOutcome.STARTED:
+                self._answer_unstarted(member.delivery, outcome)
         started = [m for m, outcome in zip(members, outcomes, strict=True) if outcome is BeginOutcome.STARTED]
         if started:
             self._rows.add(batch, started)

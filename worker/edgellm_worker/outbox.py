@@ -152,6 +152,8 @@ class Outbox:
 
     async def _send_deltas(self) -> None:
         last = self._waiting.last_deltas
+        if not last and not self._waiting.streams:
+            return
         running = [job for job_id, job in self._waiting.streams.items() if job_id not in last]
         await _all(self._send_delta(job, last=False) for job in running)
         await _all(self._send_delta(job, last=True) for job in tuple(last.values()))
