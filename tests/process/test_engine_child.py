@@ -216,3 +216,15 @@ async def test_the_reference_engine_runs_in_a_child_and_says_what_it_says_in_a_t
         assert said == {row_id: prompt["generated_ids"][:8] for row_id, prompt in enumerate(recorded)}
     finally:
         await handle.close()
+
+
+async def test_what_the_engine_logs_is_written_by_the_worker_with_its_level_and_its_name(caplog):
+    """While it loads and while it runs; on the pipe, so that lines of two processes never mix."""
+    caplog.set_level("DEBUG", "edgellm_worker")
+    async with running("logs") as handle:
+        handle.add(1, request(TRIGGER))
+        assert isinstance(await handle.next_event(), StepReport)
+    ours = [(r.name, r.levelname, r.getMessage()) for r in caplog.records if r.name == "edgellm_worker.engine.counting"]
+    assert ours[0] == ("edgellm_worker.engine.counting", "INFO", "building\nfor a while")
+    assert ours[1] == ("edgellm_worker.engine.counting", "WARNING", "a step is odd: 7")
+    assert {level for _, level, _ in ours} == {"INFO", "WARNING"}

@@ -7,6 +7,7 @@ so that tests decide by the prompt when the fault strikes. "slow" has no fault: 
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import signal
@@ -29,6 +30,7 @@ from edgellm_worker.engine.child.process import prepare_process, run
 from edgellm_worker.engine.errors import CheckpointError, EngineError, RequestError
 
 TRIGGER = 666
+LOG = logging.getLogger("edgellm_worker.engine.counting")
 LIMITS = EngineLimits(4, 64, 128, 4, 3, 3, 1000)
 
 
@@ -115,6 +117,7 @@ FAULTS = {
     "raise": report_a_broken_device,
     "bug": lambda _: 1 // 0,
     "leak": lambda engine: engine.hoard.append(b"x" * (64 << 20)),
+    "logs": lambda _: LOG.warning("a step is odd: %d", 7),
     "stdout": lambda _: print("printed by a native library", flush=True),
 }
 
@@ -126,6 +129,9 @@ def main(mode: str, fd: int) -> int:
     def load(_: Load) -> CountingEngine:
         if mode == "unloadable":
             raise CheckpointError(["a.safetensors: truncated", "config.json: no model_type"])
+        if mode == "logs":
+            LOG.info("building\nfor a while")
+            LOG.debug("of no interest")
         if mode == "dies-loading":
             os._exit(3)
         return CountingEngine(mode, connection)

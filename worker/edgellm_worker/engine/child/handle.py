@@ -44,6 +44,7 @@ from edgellm_worker.engine.child.messages import (
     FrameError,
     Hello,
     Load,
+    Logged,
     Message,
     Remove,
     Report,
@@ -247,7 +248,7 @@ class ChildEngineHandle:
     async def _load(self, reader: asyncio.StreamReader) -> Hello:
         self._send(self._options.load)
         try:
-            message = await asyncio.wait_for(_read(reader), self._options.watchdog.load_s)
+            message = await asyncio.wait_for(_read_past_log(reader), self._options.watchdog.load_s)
         except TimeoutError:
             raise EngineError(
                 f"not loaded within {self._options.watchdog.load_s:g} s: `edgellm-worker build` builds ahead of time"
@@ -271,6 +272,9 @@ class ChildEngineHandle:
                 if not pending.done():
                     continue
                 message, pending = pending.result(), asyncio.ensure_future(_read(reader))
+                if isinstance(message, Logged):
+                    _write_logged(message)
+                    continue
                 if isinstance(message, Failed):
                     return _End(f"{message.error}: {'; '.join(message.problems)}")
                 if not isinstance(message, Report):
@@ -336,6 +340,17 @@ class ChildEngineHandle:
 async def _read(reader: asyncio.StreamReader) -> Message:
     header = await reader.readexactly(HEADER.size)
     return decode(await reader.readexactly(body_length(header)))
+
+
+async def _read_past_log(reader: asyncio.StreamReader) -> Message:
+    """The next message that is no log line."""
+    while isinstance(message := await _read(reader), Logged):
+        _write_logged(message)
+    return message
+
+
+def _write_logged(line: Logged) -> None:
+    logging.getLogger(line.name).log(line.level, "%s", line.text)
 
 
 def _raised_in_child(message: Failed) -> EngineFault:

@@ -74,9 +74,18 @@ class Failed:
     problems: tuple[str, ...]
 
 
-Message = Load | Add | Remove | Close | Hello | Report | Failed
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A line of the child's log, for the parent to write with its own. `level` and `name` are those of `logging`."""
+
+    level: int
+    name: str
+    text: str
+
+
+Message = Load | Add | Remove | Close | Hello | Report | Failed | Logged
 _ADAPTERS: Final[dict[str, TypeAdapter[Any]]] = {
-    kind.__name__: TypeAdapter(kind) for kind in (Load, Add, Remove, Close, Hello, Report, Failed)
+    kind.__name__: TypeAdapter(kind) for kind in (Load, Add, Remove, Close, Hello, Report, Failed, Logged)
 }
 
 

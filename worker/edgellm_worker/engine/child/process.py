@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import queue
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from edgellm_worker.engine.api import Engine, FinishReason, RowUpdate, StepReport
@@ -27,6 +28,7 @@ from edgellm_worker.engine.child.messages import (
     Failed,
     Hello,
     Load,
+    Logged,
     Message,
     Remove,
     Report,
@@ -38,6 +40,7 @@ from edgellm_worker.engine.errors import CapacityError, CheckpointError, EngineF
 
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE_ADJ = 500
+_LOGGER = "edgellm_worker"
 
 EngineLoader = Callable[[Load], Engine]
 
@@ -48,6 +51,7 @@ class Pipe:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._reader = connection.makefile("rb")
+        self._writing = threading.Lock()  # any thread may log
 
     def read(self) -> Message | None:
         """The next message, None at end of file."""
@@ -57,7 +61,22 @@ class Pipe:
         return decode(self._reader.read(body_length(header)))
 
     def write(self, message: Message) -> None:
-        self._connection.sendall(encode(message))
+        with self._writing:
+            self._connection.sendall(encode(message))
+
+
+class PipeLog(logging.Handler):
+    """What is logged here is the parent's to write: in its format, to its level, and whole beside its own lines. Where
+    nobody reads any more a line is lost.
+    """
+
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__()
+        self._pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            self._pipe.write(Logged(record.levelno, record.name, record.getMessage()))
 
 
 def end_with_parent() -> None:
@@ -79,6 +98,26 @@ def prepare_process() -> None:
 def run(connection: socket.socket, load_engine: EngineLoader) -> int:
     """Serve one parent; exit code 0 after `Close` or end of file, 4 when the engine cannot be loaded or broke."""
     pipe = Pipe(connection)
+    with _logging_to(pipe):
+        return _run(pipe, load_engine)
+
+
+@contextlib.contextmanager
+def _logging_to(pipe: Pipe) -> Iterator[None]:
+    logger, handler = logging.getLogger(_LOGGER), PipeLog(pipe)
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def _run(pipe: Pipe, load_engine: EngineLoader) -> int:
     load = pipe.read()
     if not isinstance(load, Load):
         return 0
