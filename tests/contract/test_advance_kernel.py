@@ -22,18 +22,18 @@ from edgellm_worker.engine.runtime.rows import Row
 from edgellm_worker.engine.runtime.sampling import RowSampler
 from edgellm_worker.engine.runtime.scores import Candidates, RoundScores
 from edgellm_worker.engine.runtime.speculative import _round_input
-from edgellm_worker.engine.runtime.tensorrt_block import RoundBlock
-from edgellm_worker.engine.runtime.tensorrt_rounds import ADVANCED
+from edgellm_worker.engine.runtime.tensorrt_block import ChangeBlock, RoundBlock
+from edgellm_worker.engine.runtime.tensorrt_rounds import ADVANCED, CHANGES
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
 HEADER = Path(__file__).parents[1] / "support" / "cuda_on_cpu.hpp"
 ENTRY = """
-static void* p[10];
-static int n[6];
+static int* p[16];
+static int n[7];
 static void thread() {
-  advance_rows((int*)p[0], (int*)p[1], (int*)p[2], (int*)p[3], (int*)p[4], (int*)p[5], (int*)p[6], (int*)p[7], (int*)p[8],
-               (int*)p[9], n[0], n[1], n[2], n[3], n[4], n[5]);
+  advance_rows(p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9], p[10], p[11], p[12], p[13], p[14], p[15], n[0],
+               n[1], n[2], n[3], n[4], n[5], n[6]);
 }
 extern "C" void run(void** pointers, int* numbers) {
   memcpy(p, pointers, sizeof p), memcpy(n, numbers, sizeof n);
@@ -80,7 +80,9 @@ def device_copy(block: RoundBlock) -> np.ndarray:
 
 
 class Case:
-    """A round of random rows, some drafts of which are the best candidates, and the next one."""
+    """A round of random rows, some drafts of which are the best candidates, and the next one: of the same rows or, by
+    every other seed, of those that stayed, in places of their own, and of some that joined.
+    """
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -94,6 +96,20 @@ class Case:
         self.proposed = np.where(agrees, self.best[:, :-1, 0], self.best[:, :-1, 1] + 1).astype(np.int32)
         self.rows = [self._row(rng, slot) for slot in range(self.num_rows)]
         self.before = _round_input(self.rows)
+        self.places: list[int | None] = list(range(self.num_rows))
+        if seed % 2:
+            staying = rng.permutation(self.num_rows)[: rng.integers(0, self.num_rows + 1)].tolist()
+            num_free = SLOTS - len(staying)
+            joining = [None] * int(rng.integers(0 if staying else 1, num_free + 1))
+            both = [*staying, *joining]
+            self.places = [both[i] for i in rng.permutation(len(both))]
+        free = iter(
+            [slot for slot in range(SLOTS) if slot not in {self.slots[p] for p in self.places if p is not None}]
+        )
+        self.new = [self._row(rng, 0) for place in self.places if place is None]
+        for row in self.new:
+            row.commit = 0  # after a prompt
+        self.next_slots = [next(free) if place is None else self.slots[place] for place in self.places]
 
     def _row(self, rng: np.random.Generator, slot: int) -> Row:
         request = GenerationRequest((1,), 1000)
@@ -117,8 +133,10 @@ class Case:
             row.position += len(accepted.token_ids)
             row.commit = len(accepted.token_ids)
         parity = [bit ^ (slot in self.slots) for slot, bit in enumerate(self.parity)]
-        block, batch = RoundBlock(OwnMemory(), LAYOUT), _round_input(self.rows)
-        block.fill(batch, self.next_drafts, self.slots, parity)
+        new = iter(self.new)
+        rows = [next(new) if place is None else self.rows[place] for place in self.places]
+        block, batch = RoundBlock(OwnMemory(), LAYOUT), _round_input(rows)
+        block.fill(batch, self.next_drafts, self.next_slots, parity)
         return batch, block
 
     def on_the_device(self, library: ctypes.CDLL) -> tuple[RoundInput, RoundBlock, np.ndarray]:
@@ -127,17 +145,23 @@ class Case:
         ids = block.view("ids")[: self.num_rows * (self.drafts + 1)].reshape(self.num_rows, -1)
         ids[:, 1:] = self.proposed
         block.upload()
-        pointers = (ctypes.c_void_p * 10)(*(block.pointer(name) for name in ADVANCED), self.best.ctypes.data)
-        sizes = (self.num_rows, SLOTS, WIDTH, self.drafts, self.next_drafts, CANDIDATES)
-        library.run(pointers, (ctypes.c_int * 6)(*sizes))
+        changes = ChangeBlock(OwnMemory(), LAYOUT)
+        changes.fill(self.places, self.next_slots, _round_input(self.new) if self.new else None)
+        changes.upload()
+        is_same = self.places == list(range(self.num_rows))
+        changed = [0 if is_same else changes.pointer(name) for name in CHANGES]
+        steering = [block.pointer(name) for name in ADVANCED]
+        pointers = (ctypes.c_void_p * 16)(*steering, *changed, self.best.ctypes.data)
+        sizes = (self.num_rows, len(self.places), SLOTS, WIDTH, self.drafts, self.next_drafts, CANDIDATES)
+        library.run(pointers, (ctypes.c_int * 7)(*sizes))
         copy = device_copy(block)
-        batch, _ = block.read(copy, self.num_rows, self.next_drafts)
+        batch, _ = block.read(copy, len(self.places), self.next_drafts)
         return batch, block, copy
 
     def differences(self, library: ctypes.CDLL) -> list[str]:
         wanted, wanted_block = self.on_the_host()
         found, block, copy = self.on_the_device(library)
-        rows, apart = self.num_rows, self.next_drafts + 1
+        rows, apart = len(self.places), self.next_drafts + 1
         names = [
             name
             for name in ("position", "commit", "num_pairs")
@@ -166,15 +190,19 @@ def test_the_device_goes_on_from_a_round_as_the_host_does(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "change",
     [
-        ("commit[b] = accepted + 1", "commit[b] = accepted"),
+        ("folded = count = accepted + 1", "count = accepted + 1, folded = accepted"),
         ("own[accepted * candidates]) ++accepted", "own[(accepted + 1) * candidates]) ++accepted"),
-        ("last_row[b] = accepted", "last_row[b] = accepted + 1"),
-        ("position + step - 1", "position + step"),
-        ("draft_start[b] = before", "draft_start[b] = position"),
-        ("i <= accepted", "i < accepted"),
+        ("last_row[b] = count - 1", "last_row[b] = count"),
+        ("position + next - 1", "position + next"),
+        ("draft_start[b] = position - count", "draft_start[b] = position"),
+        ("i < count", "i < count - 1"),
         ("parity[slots[b]] ^= 1", "parity[b] ^= 1"),
-        ("ids[b * (next_drafts + 1)] = last", "ids[b * (drafts + 1)] = last"),
+        ("ids[b * (next_drafts + 1)] =", "ids[b * (drafts + 1)] ="),
         ("__syncthreads();", ""),
+        ("start[place] + count", "start[b] + count"),
+        ("if (places) slots[b] = new_slots[b];", ""),
+        ("folded = new_commit[b]", "folded = count"),
+        ("b < rows", "b < next_rows"),
     ],
 )
 def test_a_mistake_in_it_would_be_seen(tmp_path: Path, change: tuple[str, str]) -> None:

@@ -30,6 +30,7 @@ from edgellm_worker.engine.runtime.executor import (
     StartedRound,
 )
 from edgellm_worker.engine.runtime.reference import reference_engine
+from edgellm_worker.engine.runtime.scores import DenseScores, Scores
 from edgellm_worker.engine.runtime.speculative import SpeculativeEngine
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 
@@ -193,24 +194,44 @@ def advanced(batch: RoundInput, drafts: np.ndarray, best: np.ndarray) -> RoundIn
     return RoundInput(pairs, commit, batch.position + commit, commit)
 
 
+def regrouped(batch: RoundInput, places: Sequence[int | None], joining: RoundInput | None) -> RoundInput:
+    """Rows of a batch by their places in it, the others one after another from `joining`."""
+    width = max(part.pairs.shape[1] for part in (batch, joining) if part is not None)
+    parts = [part for part in (batch, joining) if part is not None]
+    pairs = np.concatenate([np.pad(part.pairs, ((0, 0), (0, width - part.pairs.shape[1]))) for part in parts])
+    steering = [np.concatenate([getattr(part, name) for part in parts]) for name in ("num_pairs", "position", "commit")]
+    new = iter(range(len(batch.position), len(pairs)))
+    rows = [next(new) if place is None else place for place in places]
+    return RoundInput(pairs[rows], *(array[rows] for array in steering))
+
+
+def best_draft(scores: Scores, _position: int) -> int:
+    assert isinstance(scores, DenseScores)
+    return int(scores.logits.argmax())
+
+
 class FollowingExecutor(EagerExecutor):
     """And goes on by itself, before what it gave was read."""
 
     follows = True
     num_followed = 0
+    num_regrouped = 0  # of these, where rows left or joined
 
     def start_round(self, batch: RoundInput, num_drafts: int, choosers: Any) -> StartedRound:
         wait = super().start_round(batch, num_drafts, choosers)
         self._last = (batch, wait(), choosers)
         return wait
 
-    def follow_round(self, num_drafts: int) -> StartedRound:
+    def follow_round(
+        self, num_drafts: int, places: Sequence[int | None], joining: RoundInput | None = None
+    ) -> StartedRound:
         before, output, choosers = self._last
         rows, width = output.drafts.shape
         scores = [[output.scores.read_logits(row, i).argmax() for i in range(width + 1)] for row in range(rows)]
-        batch = self.advanced(before, output.drafts, np.array(scores, np.int32))
+        batch = regrouped(self.advanced(before, output.drafts, np.array(scores, np.int32)), places, joining)
         self.num_followed += 1
-        wait = self.start_round(batch, num_drafts, choosers)
+        self.num_regrouped += list(places) != list(range(rows))
+        wait = self.start_round(batch, num_drafts, [best_draft if p is None else choosers[p] for p in places])
         return lambda: replace(wait(), followed=batch)
 
     def advanced(self, batch: RoundInput, drafts: np.ndarray, best: np.ndarray) -> RoundInput:

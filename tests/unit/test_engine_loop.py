@@ -286,11 +286,59 @@ def test_no_round_follows_where_one_row_needs_the_host(params: SamplingParams):
     assert followed_after(requests, 6)[0] == 0
 
 
-def test_no_round_follows_one_in_which_a_row_may_end_by_its_length():
-    """Four tokens a round at most, and one from the prompt: nine leave eight."""
+def test_no_round_follows_one_in_which_all_rows_may_end_by_their_length():
+    """Four tokens a round at most, and one from the prompt: six leave one more."""
     plain = replace(greedy(PROMPTS[0], 60), eos_token_ids=frozenset())
-    assert followed_after([plain, replace(plain, max_new_tokens=6)], 2)[0] == 1
-    assert followed_after([plain, replace(plain, max_new_tokens=5)], 2)[0] == 0
+    short, shorter = replace(plain, max_new_tokens=6), replace(plain, max_new_tokens=5)
+    assert followed_after([short, shorter], 2)[0] == 1
+    assert followed_after([shorter, shorter], 2)[0] == 0
+
+
+def test_no_round_follows_at_the_end_of_a_rows_cache():
+    """It would start from a position that may have no place, though another row goes on."""
+    *_, long = sorted(PROMPTS, key=lambda prompt: len(prompt.prompt_ids))
+    ending = replace(greedy(long, 2), eos_token_ids=frozenset())
+    going_on = replace(greedy(PROMPTS[0], 12), eos_token_ids=frozenset())
+    least = len(long.prompt_ids) + 2 + 3
+    for more, num_followed in ((0, 0), (2, 0), (3, 1)):
+        engine = tiny_engine(2, 3, capacity=least + more)
+        watched = watch(engine, FollowingExecutor)
+        engine.add(0, ending)
+        engine.add(1, going_on)
+        engine.step()
+        engine.step()
+        assert watched.num_followed == num_followed, more
+
+
+def test_rows_leave_and_join_between_rounds_that_follow():
+    """Three rows of which one ends by its length and one is removed, and two more: no round waits for the host."""
+    engine = tiny_engine(3, 3)
+    watched = watch(engine, FollowingExecutor)
+    tokens: dict[int, tuple[int, ...]] = {}
+    lengths = (40, 8, 60, 40, 40)
+
+    def step() -> None:
+        for update in engine.step().updates:
+            tokens[update.row_id] = tokens.get(update.row_id, ()) + update.token_ids
+
+    for row_id in range(3):
+        engine.add(row_id, greedy(PROMPTS[row_id], lengths[row_id]))
+    while len(tokens.get(1, ())) < lengths[1]:
+        step()
+    engine.add(3, greedy(PROMPTS[3], lengths[3]))
+    while len(tokens.get(3, ())) < 5:
+        step()
+    engine.remove(0)
+    engine.add(4, greedy(PROMPTS[4], lengths[4]))
+    before, num_followed = len(watched.rounds), watched.num_followed
+    while len(tokens.get(4, ())) < 5:
+        step()
+    assert len(watched.rounds) - before == watched.num_followed - num_followed
+    assert watched.num_regrouped == 4
+    while engine.num_rows:
+        step()
+    assert all(tokens[i] == PROMPTS[i].generated_ids[: len(tokens[i])] for i in range(5))
+    assert [len(tokens[i]) for i in range(1, 5)] == list(lengths[1:])
 
 
 def test_log_probabilities_are_those_of_rounds_that_wait_for_the_host():

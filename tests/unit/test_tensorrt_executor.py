@@ -82,7 +82,8 @@ def test_a_prompt_and_a_round_share_nothing_but_weights_and_state(lowering: Lowe
     executor = executor_on(device, lowering)
     device.order.clear()
     executor.start_round(batch_of(3), 3, [None] * 3)()
-    executor.follow_round(3)()
+    executor.follow_round(3, [0, 1, 2])()
+    executor.follow_round(3, [0, None], batch_of(1))()
     executor.start_prefill(3, piece()).wait()
     executor.start_prefill(3, piece(4)).wait()
     used: tuple[set[float], set[float]] = (set(), set())
@@ -114,22 +115,42 @@ def test_a_round_that_follows_is_steered_by_the_device() -> None:
     executor = executor_on(device)
     executor.start_round(batch_of(2), 3, [None] * 2)
     device.order.clear()
-    executor.follow_round(1)()
+    executor.follow_round(1, [0, 1])()
     kinds = [what for _, what, _ in device.order]
     assert kinds[0] == "advance_rows"
     assert "upload" not in kinds
-    assert device.order[0][2][-6:] == (2, 4, 4, 3, 1, 64)
+    assert device.order[0][2][-7:] == (2, 2, 4, 4, 3, 1, 64)
+    device.order.clear()
+    executor.follow_round(2, [1, 0, None], batch_of(1))()
+    kinds = [what for _, what, _ in device.order]
+    assert kinds[:2] == ["upload", "advance_rows"]
+    assert device.order[1][2][-7:] == (2, 3, 4, 4, 1, 2, 64)
+
+
+def test_a_slot_is_cleared_after_the_last_round_with_its_row_though_another_followed() -> None:
+    device = OrderedDevice()
+    executor = executor_on(device)
+    executor.start_round(batch_of(2), 3, [None] * 2)
+    executor.swap(1, 3)
+    executor.follow_round(3, [0])
+    device.order.clear()
+    executor.clear(3)
+    assert [what for _, what, _ in device.order] == ["hold back", "clear_slot"]
+    executor.follow_round(3, [0])
+    device.order.clear()
+    executor.clear(3)  # that round is over: it was waited for before another could follow
+    assert [what for _, what, _ in device.order] == ["clear_slot"]
 
 
 def test_logits_of_a_round_cannot_be_read_once_the_next_was_started() -> None:
     executor = executor_on(OrderedDevice())
     first = executor.start_round(batch_of(2), 3, [None] * 2)()
     assert first.scores.read_logits(1, 2).shape == (executor.machine.model.config.vocab_size,)
-    executor.follow_round(3)
+    executor.follow_round(3, [0, 1])
     with pytest.raises(EngineError, match="overwritten"):
         first.scores.read_logits(1, 2)
 
 
 def test_nothing_follows_before_the_first_round() -> None:
     with pytest.raises(EngineError, match="no round"):
-        executor_on(OrderedDevice()).follow_round(3)
+        executor_on(OrderedDevice()).follow_round(3, [0])

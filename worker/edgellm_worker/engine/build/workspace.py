@@ -91,7 +91,8 @@ def _results(config: ModelConfig, spec: EngineSpec) -> int:
     rows = slots * spec.max_verify
     hidden = 2 * config.hidden_size * (chunk + 1 + 2 * rows + 2 * slots)
     scores = (rows + 1) * (2 * config.vocab_size + 4 * (2 * min(NUM_CANDIDATES, config.vocab_size) + 1))
-    steering = 4 * (6 * slots + 3 * rows + 5 + slots + 2 * chunk)
+    changes = 2 * (5 * slots + rows)
+    steering = 4 * (6 * slots + 3 * rows + changes + 5 + slots + 2 * chunk)
     return hidden + scores + steering
 
 

@@ -136,9 +136,12 @@ class Executor(Protocol):
         the device may ignore the choosers and take argmax drafts.
         """
 
-    def follow_round(self, num_drafts: int) -> StartedRound:
-        """The next round of the same rows, before the one under way is waited for: it starts from the tokens that this
-        one gives when each row takes the best raw score. At most one; logits of the round before cannot be read then.
+    def follow_round(
+        self, num_drafts: int, places: Sequence[int | None], joining: RoundInput | None = None
+    ) -> StartedRound:
+        """The next round, before the one under way is waited for: its row b has the place `places[b]` in that one, and
+        starts from the tokens that it gives when each row takes the best raw score; or None, and is the next of
+        `joining`. Rows that are left out have left. At most one follows; the logits of the one before are then gone.
         """
 
     def close(self) -> None: ...

@@ -97,7 +97,9 @@ class NumpyExecutor:
         """Nothing runs before it is waited for: there is nobody else to run it."""
         return partial(self._run_round, batch, num_drafts, choosers)
 
-    def follow_round(self, num_drafts: int) -> StartedRound:
+    def follow_round(
+        self, num_drafts: int, places: Sequence[int | None], joining: RoundInput | None = None
+    ) -> StartedRound:
         raise NotImplementedError("nothing runs before it is waited for")
 
     def _run_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> RoundOutput:

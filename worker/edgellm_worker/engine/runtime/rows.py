@@ -50,8 +50,8 @@ class Row:
             return 0
 
     def surely_outlives(self, num_tokens: int) -> bool:
-        """Whether so many more tokens leave it running, bar an EOS, and each is the best raw score's."""
-        return self.sampler.is_plain and self.num_left > num_tokens
+        """Whether so many more tokens leave it running, bar an EOS."""
+        return self.num_left > num_tokens
 
     @property
     def num_kv_tokens(self) -> int:

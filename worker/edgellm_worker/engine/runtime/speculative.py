@@ -11,10 +11,10 @@ prompts are read beside rounds, and the step that finds a piece read reports it.
 each round, and every round folds what the one before committed, so it may be anything from 0 to the most reserved.
 
 Where the executor runs by itself, the next round is started as soon as the tokens of the last are known, and the
-report is made while it runs. Where it can also tell by itself what greedy rows
-accept, the next round follows before the tokens of the last are known. They are settled here all the same, and what the
-executor went by is held against that. What is asked in between acts as it always does: a row that was removed is gone,
-and what its part of the rounds under way gives is dropped; a row that was added joins after the round under way.
+report is made while it runs. Where it can also tell by itself what greedy rows accept, the next round follows before
+the tokens of the last are known. They are settled here all the same, and what the executor went by is held against
+that. What is asked in between acts as it always does: a row that ended or was removed is gone, and what its part of the
+rounds under way gives is dropped; a row that was added joins after the round under way.
 
 Rows are independent: each has its own sampler, its noise depends on its seed and positions alone, and one whose scores
 are not numbers fails by itself.
@@ -231,16 +231,22 @@ class SpeculativeEngine:
         )
 
     def _follow(self, current: _Round) -> _Round | None:
-        """The round after one under way; None where the host must first see what that gives: for rows that draw by more
-        than the best score, that may end by their length, that left or joined.
+        """The round after one under way, of the rows that run by now; None where the host must first see what that
+        gives: rows draw by more than the best score or come to the end of their cache, or all may have ended.
         """
-        rows, num_tokens = current.rows, current.num_drafts + 1
-        if not self._executor.follows or rows != tuple(self._rows.running):
+        rows, num_tokens, limits = tuple(self._rows.running), current.num_drafts + 1, self._options.limits
+        places = {row: place for place, row in enumerate(current.rows)}
+        staying = [row for row in rows if row in places]
+        last_position = limits.max_kv_cache_capacity - num_tokens - limits.num_speculative_tokens - 1
+        if not self._executor.follows or not any(row.surely_outlives(num_tokens) for row in staying):
             return None
-        if not all(row.surely_outlives(num_tokens) for row in rows):
+        if not all(row.sampler.is_plain and row.position <= last_position for row in staying):
             return None
         num_drafts = self._num_drafts(len(rows))
-        return _Round(rows, num_drafts, self._executor.follow_round(num_drafts))
+        joining = [row for row in rows if row not in places]
+        follow = self._executor.follow_round
+        wait = follow(num_drafts, [places.get(row) for row in rows], _round_input(joining) if joining else None)
+        return _Round(rows, num_drafts, wait)
 
     def _num_drafts(self, num_rows: int) -> int:
         most = self._options.limits.num_speculative_tokens

@@ -3,6 +3,7 @@ end of the pass before (kernels/advance.cu).
 
     rounds     slots [B]  parity [S]  start [B]  commit [B]  draft_start [B]  last_row [B]  next_start [P, B]
                pairs [B, P]  ids [B, K+1], and behind them a round's results, which come back with them in one copy
+    changes    places [B]  slots [B]  start [B]  commit [B]  count [B]  pairs [B, P]
     prompts    slots [1]  parity [S]  start [1]  count, nothing, last_row [1]  ids and next_ids [chunk]
 
 A block is one allocation with offsets fixed for the largest pass: one copy carries everything, addresses never change.
@@ -102,6 +103,29 @@ class RoundBlock(Integers):
         last_row, start, commit = (self.view(name, copy)[:num_rows] for name in ("last_row", "start", "commit"))
         ids = self.view("ids", copy)[: num_rows * (num_drafts + 1)].reshape(num_rows, num_drafts + 1)
         return RoundInput(pairs, last_row + 1, start, commit), ids[:, 1:]
+
+
+class ChangeBlock(Integers):
+    """Who is in the round that follows: for each row its place in the round before, or -1 and what it starts from."""
+
+    def __init__(self, cuda: Cuda, layout: StateLayout) -> None:
+        rows, width = layout.num_slots, layout.max_verify
+        super().__init__(
+            cuda, {**dict.fromkeys(("places", "slots", "start", "commit", "count"), rows), "pairs": rows * width}
+        )
+        self.width = width
+
+    def fill(self, places: Sequence[int | None], slots: Sequence[int], joining: RoundInput | None) -> None:
+        rows = len(slots)
+        self.view("slots")[:rows] = slots
+        self.view("places")[:rows] = [-1 if place is None else place for place in places]
+        if joining is None:
+            return
+        new = [row for row, place in enumerate(places) if place is None]
+        for name, values in (("start", joining.position), ("commit", joining.commit), ("count", joining.num_pairs)):
+            self.view(name)[new] = values
+        pairs = self.view("pairs").reshape(-1, self.width)
+        pairs[new, : joining.pairs.shape[1]] = joining.pairs[:, : self.width]
 
 
 class PromptBlock(Integers):

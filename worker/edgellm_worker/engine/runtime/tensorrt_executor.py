@@ -132,8 +132,10 @@ class TensorRtExecutor:
     def start_round(self, batch: RoundInput, num_drafts: int, choosers: Sequence[DraftChooser]) -> StartedRound:
         return self.rounds.start(batch, num_drafts, self._slots[: len(choosers)])
 
-    def follow_round(self, num_drafts: int) -> StartedRound:
-        return self.rounds.follow(num_drafts)
+    def follow_round(
+        self, num_drafts: int, places: Sequence[int | None], joining: RoundInput | None = None
+    ) -> StartedRound:
+        return self.rounds.follow(num_drafts, self._slots[: len(places)], places, joining)
 
     def run_round(self, batch: RoundInput, num_drafts: int) -> RoundOutput:
         """A round, waited for: of as many rows as `batch` has."""

@@ -25,13 +25,14 @@ from edgellm_worker.engine.ops.graph import Graph
 from edgellm_worker.engine.runtime.cuda import Cuda, Event
 from edgellm_worker.engine.runtime.executor import RoundInput, RoundOutput, StartedRound
 from edgellm_worker.engine.runtime.scores import NUM_CANDIDATES, Candidates, RoundScores
-from edgellm_worker.engine.runtime.tensorrt_block import RoundBlock
+from edgellm_worker.engine.runtime.tensorrt_block import ChangeBlock, RoundBlock
 from edgellm_worker.engine.runtime.tensorrt_kernels import Binding, Mode
 from edgellm_worker.engine.runtime.tensorrt_lane import Lane, Machine, RecordedPass
 from edgellm_worker.engine.runtime.tensorrt_program import Program
 
+CHANGES: Final = ("places", "slots", "start", "commit", "count", "pairs")
 ADVANCED: Final = ("slots", "parity", "start", "commit", "draft_start", "last_row", "next_start", "pairs", "ids")
-"""Parts of the block, as kernels/advance.cu takes them."""
+"""Parts of the blocks, as kernels/advance.cu takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,9 @@ class Rounds:
         self._parity = [0] * layout.num_slots
         self._places = [_Place(cuda, self.block) for _ in range(2)]
         self._passes: dict[tuple[int, int], RecordedPass] = {}
-        self._last: _Launched | None = None
-        self._advance = machine.parts.kernels.kernel("advance", "advance_rows", "p" * 10 + "i" * 6, {})
+        self._changes = [ChangeBlock(cuda, layout) for _ in range(2)]
+        self._launched: list[_Launched] = []  # the last two
+        self._advance = machine.parts.kernels.kernel("advance", "advance_rows", "p" * 16 + "i" * 7, {})
 
     def start(self, batch: RoundInput, num_drafts: int, slots: Sequence[int]) -> StartedRound:
         """For rows in these physical slots. No other round may be under way."""
@@ -72,23 +74,34 @@ class Rounds:
         host_s = time.perf_counter() - began
         return lambda: self._finish(launched, host_s, is_advanced=False)
 
-    def follow(self, num_drafts: int) -> StartedRound:
-        """For the rows of the last one, which may still be under way, once each has accepted what it would."""
-        last = self._last
-        if last is None:
+    def follow(
+        self, num_drafts: int, slots: Sequence[int], places: Sequence[int | None], joining: RoundInput | None
+    ) -> StartedRound:
+        """The round after the last one, which may still be under way: of rows in these physical slots, which had these
+        places in that one and have accepted what they would, or join.
+        """
+        if not self._launched:
             raise EngineError("there is no round to follow")
-        rows = len(last.slots)
-        block, best = self.block, self.results.bindings(rows, last.num_drafts + 1)["best"].pointer
-        sizes = (rows, block.num_slots, block.width, last.num_drafts, num_drafts, self.results.num_candidates)
-        self._cuda.run(self._advance, (1, 1, 1), -(-rows // 32) * 32, (*map(block.pointer, ADVANCED), best, *sizes))
-        launched = self._launch(last.slots, num_drafts)
+        last, block = self._launched[-1], self.block
+        changes = [0] * len(CHANGES)
+        if list(places) != list(range(len(last.slots))):
+            changed = self._changes[last.number % 2]  # the other one may not have been copied yet
+            changed.fill(places, slots, joining)
+            changed.upload()
+            changes = [changed.pointer(name) for name in CHANGES]
+        best = self.results.bindings(len(last.slots), last.num_drafts + 1)["best"].pointer
+        pointers = (*map(block.pointer, ADVANCED), *changes, best)
+        rows = (len(last.slots), len(slots), block.num_slots)
+        sizes = (*rows, block.width, last.num_drafts, num_drafts, self.results.num_candidates)
+        threads = -(-max(rows[:2]) // 32) * 32
+        self._cuda.run(self._advance, (1, 1, 1), threads, (*pointers, *sizes))
+        launched = self._launch(tuple(slots), num_drafts)
         return lambda: self._finish(launched, 0.0, is_advanced=True)
 
     def end_with(self, slot: int) -> Event | None:
-        """The end of the last round, if it has a row in this physical slot. (One before it has the same slots, or is
-        over.)
-        """
-        return self._last.place.end if self._last is not None and slot in self._last.slots else None
+        """The end of the last round that has a row in this physical slot, where it may not have come yet."""
+        ends = [launched.place.end for launched in self._launched if slot in launched.slots]
+        return ends[-1] if ends else None
 
     def pass_of(self, num_rows: int, num_drafts: int) -> RecordedPass:
         key = (num_rows, num_drafts)
@@ -97,7 +110,7 @@ class Rounds:
         return self._passes[key]
 
     def _launch(self, slots: tuple[int, ...], num_drafts: int) -> _Launched:
-        rows, number = len(slots), self._last.number + 1 if self._last is not None else 0
+        rows, number = len(slots), self._launched[-1].number + 1 if self._launched else 0
         place = self._places[number % 2]
         recorded = self.pass_of(rows, num_drafts)
         place.begin.record()
@@ -106,8 +119,8 @@ class Rounds:
         place.end.record()
         for slot in slots:
             self._parity[slot] ^= 1
-        self._last = _Launched(slots, num_drafts, place, number)
-        return self._last
+        self._launched = [*self._launched[-1:], _Launched(slots, num_drafts, place, number)]
+        return self._launched[-1]
 
     def _finish(self, launched: _Launched, host_s: float, *, is_advanced: bool) -> RoundOutput:
         place, rows, num_drafts = launched.place, len(launched.slots), launched.num_drafts
@@ -117,7 +130,7 @@ class Rounds:
         candidates = self.results.candidates(self.block.view("results", numbers), rows, num_drafts + 1)
 
         def read_logits(row: int, position: int) -> Array:
-            if launched is not self._last:
+            if launched is not self._launched[-1]:
                 raise EngineError("the next round has overwritten the logits")
             return self.results.read_logits(row * (num_drafts + 1) + position)
 
