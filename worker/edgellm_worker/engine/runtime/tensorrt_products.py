@@ -19,7 +19,7 @@ Launch = Callable[[], None]
 CompileKernel = Callable[[str, str, str, dict[str, int], int], Kernel]
 
 _COLUMNS, _CHUNK, _THREADS = 64, 64, 160  # of a block, as the kernel has them; elements of the depth
-_STAGES = 8
+_LEAST_STAGES, _MOST_STAGES = 3, 8  # chunks in shared memory at once, and one that is filled: no more than there are
 _ALONE_BYTES, _SHARING_BYTES = 96 << 10, 73 << 10
 """Of a block's stages, where it has the whole depth and where several share it: two and three find room in a
 multiprocessor, with the next kernel's. Measured on an H200 in the order of a layer (docs/benchmarks.md)."""
@@ -57,7 +57,8 @@ class Products:
             partial, arrived = self._split_scratch(blocks, 4 * splits * tiles * 8 * _COLUMNS)
         stage_bytes = (_COLUMNS + tiles * 8) * _CHUNK * 2
         most_bytes = _ALONE_BYTES if splits == 1 else _SHARING_BYTES
-        stages = min(most_bytes // stage_bytes, _STAGES)
+        chunks = -(-depth // (_CHUNK * splits))
+        stages = max(min(most_bytes // stage_bytes, _MOST_STAGES, chunks + 1), _LEAST_STAGES)
         macros = {"TILES": tiles, "STAGES": stages, "CLUSTER": int(self.cuda.has_clusters)}
         macros["SWIGLU"] = int(activation is not None)
         kernel = self.kernel("linear", "linear", "ppppp" + "iii", macros, stages * stage_bytes)

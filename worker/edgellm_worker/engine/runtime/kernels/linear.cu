@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     commit_fetches();
   };
   if (warp == WARPS) await_previous();
-#pragma unroll
+#pragma unroll 1  // short code: a launch of a small product takes about as long as fetching its instructions
   for (int s = 0; s < STAGES - 1; ++s) fetch_next(base + s * STAGE_BYTES, begin + s < end);
 
   float halves[2][TILES][4], sums[TILES][4];
