@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import edgellm_worker
 from edgellm_worker.engine.api import Engine, GenerationRequest, RowUpdate, SamplingParams
 from edgellm_worker.engine.checkpoint.checkpoint import open_checkpoint
+from edgellm_worker.engine.errors import EngineError
 from edgellm_worker.engine.load import EngineOptions
 from edgellm_worker.engine.models.decoder import AttentionLayer
 from edgellm_worker.engine.models.layers import DeltaNetState
@@ -30,7 +31,15 @@ from edgellm_worker.engine.runtime.executor import (
     StartedRound,
 )
 from edgellm_worker.engine.runtime.reference import reference_engine
-from edgellm_worker.engine.runtime.scores import DenseScores, Scores
+from edgellm_worker.engine.runtime.scores import (
+    NUM_CANDIDATES,
+    Candidates,
+    DenseScores,
+    RoundScores,
+    Scores,
+    log_sum_exp,
+    top_indices,
+)
 from edgellm_worker.engine.runtime.speculative import SpeculativeEngine
 from edgellm_worker.engine.runtime.speculative_config import SpeculativeConfig
 
@@ -210,12 +219,34 @@ def best_draft(scores: Scores, _position: int) -> int:
     return int(scores.logits.argmax())
 
 
+def listed(scores: RoundScores, num_rows: int, read_logits: Callable[[int, int], np.ndarray]) -> RoundScores:
+    """The same with candidates, as a device lists them; all logits are `read_logits`' to give."""
+    dense = np.array([[scores.read_logits(row, i) for i in range(scores.num_positions)] for row in range(num_rows)])
+    flat = dense.reshape(-1, dense.shape[-1])
+    ids = np.array([top_indices(logits, NUM_CANDIDATES) for logits in flat]).reshape(*dense.shape[:2], -1)
+    sums = np.array([log_sum_exp(logits) for logits in flat]).reshape(dense.shape[:2])
+    return RoundScores(
+        scores.num_positions, Candidates(np.take_along_axis(dense, ids, axis=-1), ids, sums), read_logits
+    )
+
+
 class FollowingExecutor(EagerExecutor):
-    """And goes on by itself, before what it gave was read."""
+    """And goes on by itself, before what it gave was read: logits are gone then, candidates are not."""
 
     follows = True
     num_followed = 0
     num_regrouped = 0  # of these, where rows left or joined
+    _newest: RoundScores | None = None
+
+    def change(self, output: RoundOutput) -> RoundOutput:
+        given = self._newest = output.scores
+
+        def read_logits(row: int, position: int) -> np.ndarray:
+            if given is not self._newest:
+                raise EngineError("the next round has overwritten the logits")
+            return given.read_logits(row, position)
+
+        return replace(output, scores=listed(given, len(output.drafts), read_logits))
 
     def start_round(self, batch: RoundInput, num_drafts: int, choosers: Any) -> StartedRound:
         wait = super().start_round(batch, num_drafts, choosers)

@@ -341,6 +341,23 @@ def test_rows_leave_and_join_between_rounds_that_follow():
     assert [len(tokens[i]) for i in range(1, 5)] == list(lengths[1:])
 
 
+def test_a_row_that_needs_all_scores_is_removed_beside_rows_that_do_not():
+    """A round of the others follows, and the removed row's part of the one before is not looked at any more."""
+    engine = tiny_engine(2, 3)
+    watched = watch(engine, FollowingExecutor)
+    engine.add(0, greedy(PROMPTS[0], 40))
+    engine.add(1, replace(greedy(PROMPTS[1], 40), sampling=SamplingParams(logit_bias={5: 1.0})))
+    tokens: tuple[int, ...] = ()
+    for _ in range(3):
+        tokens += sum((update.token_ids for update in engine.step().updates if update.row_id == 0), ())
+    assert not watched.num_followed
+    engine.remove(1)
+    while engine.num_rows:
+        tokens += sum((update.token_ids for update in engine.step().updates), ())
+    assert tokens == PROMPTS[0].generated_ids[:40]
+    assert watched.num_followed > 3
+
+
 def test_log_probabilities_are_those_of_rounds_that_wait_for_the_host():
     params = SamplingParams(top_logprobs=2)
     request = replace(greedy(PROMPTS[0], 30), sampling=params)

@@ -232,7 +232,8 @@ class SpeculativeEngine:
 
     def _follow(self, current: _Round) -> _Round | None:
         """The round after one under way, of the rows that run by now; None where the host must first see what that
-        gives: rows draw by more than the best score or come to the end of their cache, or all may have ended.
+        gives: rows draw by more than the best score (a removed one too: its scores are still looked at) or come to the
+        end of their cache, or all may have ended.
         """
         rows, num_tokens, limits = tuple(self._rows.running), current.num_drafts + 1, self._options.limits
         places = {row: place for place, row in enumerate(current.rows)}
@@ -240,7 +241,8 @@ class SpeculativeEngine:
         last_position = limits.max_kv_cache_capacity - num_tokens - limits.num_speculative_tokens - 1
         if not self._executor.follows or not any(row.surely_outlives(num_tokens) for row in staying):
             return None
-        if not all(row.sampler.is_plain and row.position <= last_position for row in staying):
+        is_plain = all(row.sampler.is_plain for row in current.rows)
+        if not is_plain or any(row.position > last_position for row in staying):
             return None
         num_drafts = self._num_drafts(len(rows))
         joining = [row for row in rows if row not in places]
