@@ -139,8 +139,7 @@ def ensure_bundle(cache_dir: Path, key: BundleKey, make: PlanMaker) -> tuple[Bun
             return found, True
         refusal = path.with_suffix(".refused")
         if refusal.exists():
-            reason = refusal.read_text(errors="replace")
-            raise NetworkRefused(f"{reason}\n(as {refusal} has it: remove it to try again)")
+            raise _as_noted(refusal)
         _log.info("building %s: %s", path, found.reason)
         for leftover in path.parent.glob(f".building-{path.name}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -149,15 +148,22 @@ def ensure_bundle(cache_dir: Path, key: BundleKey, make: PlanMaker) -> tuple[Bun
             make(staging)
             _finish(staging, path, key)
         except NetworkRefused as error:
-            if key.has_native_forms:  # of plain networks nothing else is tried, so they are: it may have been memory
-                refusal.write_text(str(error))
-            raise
+            if not key.has_native_forms:  # nothing else is tried, so this is again: it may have been memory
+                raise
+            refusal.write_text(str(error))
+            raise _as_noted(refusal) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         built = read_bundle(path, key)
     if isinstance(built, Miss):
         raise BuildError(f"{path} cannot be read back: {built.reason}")
     return built, False
+
+
+def _as_noted(refusal: Path) -> NetworkRefused:
+    """The library's words, and in the last line how to have them asked for again."""
+    reason = refusal.read_text(errors="replace")
+    return NetworkRefused(f"{reason}\n(noted in {refusal}: remove it to try again)")
 
 
 def _finish(staging: Path, path: Path, key: BundleKey) -> None:

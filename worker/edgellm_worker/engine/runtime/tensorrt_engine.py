@@ -137,7 +137,8 @@ def _bundle(
     except NetworkRefused as error:
         if not (spec.runs_fp8 or spec.runs_fp4):
             raise
-        _log.warning("quantized weights do not run in the library's networks: %s", str(error).partition("\n")[0])
+        reason, *_, note = str(error).split("\n")
+        _log.warning("quantized weights do not run in the library's networks: %s %s", reason, note)
     narrowed = replace(spec, runs_fp8=False, runs_fp4=False)
     return *_bundle_of(model_dir, model, narrowed, machine, cache_dir), narrowed
 
