@@ -154,3 +154,11 @@ def test_logits_of_a_round_cannot_be_read_once_the_next_was_started() -> None:
 def test_nothing_follows_before_the_first_round() -> None:
     with pytest.raises(EngineError, match="no round"):
         executor_on(OrderedDevice()).follow_round(3, [0])
+
+
+def test_a_pass_that_needs_more_than_was_reserved_is_not_run() -> None:
+    executor = executor_on(OrderedDevice())
+    rounds, recorder = executor.rounds, executor.machine.recorder
+    rounds.lane.reserve([recorder.verify(1, 4)], rounds.results.bindings(1, 4))
+    with pytest.raises(EngineError, match="a pass of 4 rows needs"):
+        executor.run_round(batch_of(4), 3)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm_worker.engine.build.passes import Recorder
+from edgellm_worker.engine.errors import EngineError
 from edgellm_worker.engine.models.registry import Model
 from edgellm_worker.engine.ops.graph import Graph, Lowering
 from edgellm_worker.engine.runtime.cuda import Cuda
@@ -45,21 +46,25 @@ class Lane:
         self._machine = machine
         self._stream = stream
         self._block = block
-        self._arena = 0
+        self._arena = self._arena_bytes = 0
 
     def reserve(self, graphs: Iterable[Graph], results: Mapping[str, Binding]) -> None:
         """Room for the values of the largest of `graphs`; smaller batches and fewer drafts need less of the same."""
         bound = frozenset({*self._machine.state, *self._block.bindings, *results})
-        sizes = [lay_out(graph, bound, self._machine.lowering).num_bytes for graph in graphs]
-        self._arena = self._machine.cuda.allocate(max(sizes))
+        self._arena_bytes = max(lay_out(graph, bound, self._machine.lowering).num_bytes for graph in graphs)
+        self._arena = self._machine.cuda.allocate(self._arena_bytes)
 
     def on(self) -> AbstractContextManager[None]:
         return self._machine.cuda.on(self._stream)
 
     def program(self, graph: Graph, values: Mapping[str, Binding], batch: int, mode: Mode) -> Program:
-        """`values`: results of passes, and what differs from the block."""
+        """`values`: results of passes, and what differs from the block. Raises `EngineError` where the arena is too
+        small.
+        """
         bound = {**self._machine.state, **self._block.bindings, **values}
         layout = lay_out(graph, frozenset(bound), self._machine.lowering)
+        if layout.num_bytes > self._arena_bytes:
+            raise EngineError(f"a pass of {batch} rows needs {layout.num_bytes} bytes where {self._arena_bytes} are")
         control = Control(self._block.pointer("slots"), self._block.pointer("parity"), batch)
         return Program(graph, layout, self._machine.parts, Bindings(bound, self._arena, control, mode))
 
