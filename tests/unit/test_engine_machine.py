@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from edgellm_worker.engine.api import FinishReason, GenerationRequest
+from edgellm_worker.engine.api import FinishReason, GenerationRequest, SamplingParams
 from edgellm_worker.engine.runtime.speculative import SpeculativeEngine
 from tests.support.tiny_engine import (
     EagerExecutor,
@@ -33,6 +34,7 @@ PROMPTS = tuple(sorted(short_prompts(), key=lambda prompt: len(prompt.prompt_ids
 REQUESTS: tuple[GenerationRequest, ...] = (
     *(greedy(prompt, length) for prompt, length in zip(PROMPTS, (1, 9, 17, 24, 12, 20), strict=True)),
     *(sampled(prompt, seed, length) for seed, (prompt, length) in enumerate(zip(PROMPTS, (9, 17, 13), strict=False))),
+    replace(greedy(PROMPTS[1], 15), sampling=SamplingParams(logit_bias={5: 1.0})),  # all scores, not candidates alone
 )
 
 
