@@ -74,9 +74,31 @@ def test_a_row_that_joins_is_read_beside_rounds_and_takes_part_in_the_one_after_
     engine.step()
     engine.step()
     engine.add(1, greedy(PROMPTS[1], 8))
-    reports = [engine.step() for _ in range(4)]
-    assert [report.num_prefill_tokens for report in reports] == [0, len(PROMPTS[1].prompt_ids), 0, 0]
-    assert [[update.row_id for update in report.updates] for report in reports] == [[0], [1], [0], [0, 1]]
+    reports = [engine.step() for _ in range(5)]
+    assert [report.num_prefill_tokens for report in reports] == [0, 0, len(PROMPTS[1].prompt_ids), 0, 0]
+    assert [[update.row_id for update in report.updates] for report in reports] == [[0], [0], [1], [0], [0, 1]]
+
+
+def test_no_round_waits_for_what_a_joining_row_takes_of_the_host():
+    """The round after the one under way is started before its prompt is, and again as soon as its first token is there."""
+    engine = tiny_engine(2, 3)
+    watched = watch(engine, FollowingExecutor)
+    order: list[str] = []
+    start_round, start_prefill = watched.start_round, watched.start_prefill
+    watched.start_round = lambda *given: order.append("round") or start_round(*given)
+    watched.start_prefill = lambda *given: order.append("prompt") or start_prefill(*given)
+    engine.add(0, greedy(PROMPTS[0], 60))
+    engine.step()
+    engine.step()
+    order.clear()
+    engine.add(1, greedy(PROMPTS[1], 30))
+    engine.step()
+    assert order == ["round", "prompt"]
+    engine.step()
+    order.clear()
+    assert [update.row_id for update in engine.step().updates] == [1]
+    assert order == ["round"]
+    assert watched.num_regrouped == 1
 
 
 def test_a_row_removed_while_its_prompt_is_read_leaves_its_slot_to_the_next():

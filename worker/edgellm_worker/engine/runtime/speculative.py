@@ -23,6 +23,7 @@ are not numbers fails by itself.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -96,7 +97,7 @@ class SpeculativeEngine:
         self._rules = SpeculativeRules(options.limits)
         self._rows = RowTable(executor.num_slots, executor.swap)
         self._is_prefill_turn = True
-        self._under_way: _Round | None = None
+        self._under_way: deque[_Round] = deque()  # two at most: the second follows before the first is known
         self._reading: _Reading | None = None
 
     @property
@@ -125,8 +126,7 @@ class SpeculativeEngine:
             raise RequestError("row_id", f"{row_id} is already running")
         compiler = self._options.grammars
         grammar = compiler.grammar(request) if compiler is not None and request.grammar is not None else None
-        row = self._rows.add(row_id, request, RowSampler(request.sampling, request.prompt_token_ids, grammar))
-        self._executor.clear(row.slot)
+        self._rows.add(row_id, request, RowSampler(request.sampling, request.prompt_token_ids, grammar))
 
     def remove(self, row_id: int) -> None:
         self._rows.remove(row_id)
@@ -140,9 +140,8 @@ class SpeculativeEngine:
 
     def _drop_what_nobody_waits_for(self) -> None:
         """All its rows were removed."""
-        if self._under_way is not None and not self._rows.running:
-            round_, self._under_way = self._under_way, None
-            round_.wait()
+        while self._under_way and not self._rows.running:
+            self._under_way.popleft().wait()
         if self._reading is not None and not self._rows.holds(self._reading.row):
             reading, self._reading = self._reading, None
             reading.prefill.wait()
@@ -159,9 +158,7 @@ class SpeculativeEngine:
             is_due = self._is_prefill_turn or not rows.running
             self._is_prefill_turn = not is_due
             return is_due
-        if self._reading is None:
-            self._reading = self._start_reading(self._options.prefill_chunk_tokens)
-        return not rows.running or self._reading.prefill.is_over()
+        return not rows.running or (self._reading is not None and self._reading.prefill.is_over())
 
     def _prefill_step(self) -> StepReport:
         """One piece where rows run beside it, else the next prompts too."""
@@ -178,12 +175,16 @@ class SpeculativeEngine:
                 updates.append(self._first_token(reading.row, output.scores))
             prefill_s += output.prefill_s
             sample_s += time.perf_counter() - began
+        if is_beside:
+            self._follow_last()
         phase_s = {Phase.PREFILL: prefill_s, Phase.SAMPLE: sample_s}
         num_tokens = self._options.prefill_chunk_tokens - left
         return self._report(updates, num_rows, phase_s, num_prefill_tokens=num_tokens)
 
     def _start_reading(self, most: int) -> _Reading:
         row = self._rows.prefilling[0]
+        if not row.num_prefilled:
+            self._executor.clear(row.slot)
         chunk = _next_chunk(row, most)
         return _Reading(row, len(chunk.ids), self._executor.start_prefill(row.slot, chunk))
 
@@ -197,10 +198,11 @@ class SpeculativeEngine:
     # --- rounds ---
 
     def _round_step(self) -> StepReport:
-        current, self._under_way = self._under_way or self._start_round(), None
-        if current is None:
+        if not self._under_way and not self._start_round():
             return self._report([], 0, {})
-        following = self._follow(current)
+        self._follow_last()
+        self._read_beside()
+        current = self._under_way.popleft()
         output = current.wait()
         began = time.perf_counter()
         self._require_agreement(current.rows, output.followed)
@@ -212,43 +214,48 @@ class SpeculativeEngine:
         ]
         sample_s = time.perf_counter() - began
         self._options.draft_length.observe(_observation(accepted, current.num_drafts, output, sample_s))
-        if following is None and self._executor.runs_ahead:
-            following = self._start_round()
-        self._under_way = following
+        if not self._under_way and self._executor.runs_ahead:
+            self._start_round()
         updates = [_update(*row, num_drafted=current.num_drafts) for row in settled]
         phase_s = {Phase.DRAFT: output.draft_s, Phase.VERIFY: output.verify_s, Phase.SAMPLE: sample_s}
         num_rows = len(settled) + len(self._rows.prefilling)
         return self._report(updates, num_rows, phase_s, num_speculative_tokens=current.num_drafts)
 
-    def _start_round(self) -> _Round | None:
-        """Of every running row; None when there is none."""
+    def _start_round(self) -> bool:
+        """Of every running row; False when there is none."""
         rows = tuple(self._rows.running)
-        if not rows:
-            return None
-        num_drafts = self._num_drafts(len(rows))
-        return _Round(
-            rows, num_drafts, self._executor.start_round(_round_input(rows), num_drafts, [row.draft for row in rows])
-        )
+        if rows:
+            num_drafts = self._num_drafts(len(rows))
+            start = self._executor.start_round
+            wait = start(_round_input(rows), num_drafts, [row.draft for row in rows])
+            self._under_way.append(_Round(rows, num_drafts, wait))
+        return bool(rows)
 
-    def _follow(self, current: _Round) -> _Round | None:
-        """The round after one under way, of the rows that run by now; None where the host must first see what that
+    def _follow_last(self) -> None:
+        """The round after the only one under way, of the rows that run by now, unless the host must first see what that
         gives: rows draw by more than the best score (a removed one too: its scores are still looked at) or come to the
         end of their cache, or all may have ended.
         """
-        rows, num_tokens, limits = tuple(self._rows.running), current.num_drafts + 1, self._options.limits
-        places = {row: place for place, row in enumerate(current.rows)}
-        staying = [row for row in rows if row in places]
+        if not self._executor.follows or len(self._under_way) != 1:
+            return
+        last, rows, limits = self._under_way[0], tuple(self._rows.running), self._options.limits
+        num_tokens = last.num_drafts + 1
+        places = {row: place for place, row in enumerate(last.rows)}
+        staying, joining = ([row for row in rows if (row in places) is stays] for stays in (True, False))
         last_position = limits.max_kv_cache_capacity - num_tokens - limits.num_speculative_tokens - 1
-        if not self._executor.follows or not any(row.surely_outlives(num_tokens) for row in staying):
-            return None
-        is_plain = all(row.sampler.is_plain for row in current.rows)
-        if not is_plain or any(row.position > last_position for row in staying):
-            return None
+        is_plain = all(row.sampler.is_plain for row in last.rows)
+        has_room = all(row.position <= last_position for row in staying)
+        if not (is_plain and has_room and any(row.surely_outlives(num_tokens) for row in staying)):
+            return
         num_drafts = self._num_drafts(len(rows))
-        joining = [row for row in rows if row not in places]
         follow = self._executor.follow_round
         wait = follow(num_drafts, [places.get(row) for row in rows], _round_input(joining) if joining else None)
-        return _Round(rows, num_drafts, wait)
+        self._under_way.append(_Round(rows, num_drafts, wait))
+
+    def _read_beside(self) -> None:
+        """The next piece of a prompt, while rounds run: after the round that they are to run next."""
+        if self._executor.runs_ahead and self._rows.prefilling and self._reading is None:
+            self._reading = self._start_reading(self._options.prefill_chunk_tokens)
 
     def _num_drafts(self, num_rows: int) -> int:
         most = self._options.limits.num_speculative_tokens
