@@ -25,6 +25,7 @@ from edgellm_worker.engine.runtime.host_memory import available_bytes
 Argument = int | float
 _ALIGNMENT = 256
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_OVERLAPPING_DRIVER = 12_030  # CUDA 12.3: edges of graphs have a kind
 
 
 class Cuda:
@@ -108,8 +109,13 @@ class Cuda:
 
     @cached_property
     def has_clusters(self) -> bool:
-        """Clusters of blocks, and launches that overlap: both since SM90."""
+        """Clusters of blocks, since SM90."""
         return int(self.architecture.removeprefix("sm")) >= 90
+
+    @cached_property
+    def overlaps_launches(self) -> bool:
+        """Whether a launch may begin before the one before it has ended; in graphs too, which older drivers lack."""
+        return self.has_clusters and int(self._call("cuDriverGetVersion")) >= _OVERLAPPING_DRIVER
 
     @cached_property
     def num_multiprocessors(self) -> int:
@@ -303,25 +309,31 @@ class Cuda:
         """Arguments by the kernel's signature: "p" pointer, "i" int, "f" float. `is_cluster`: blocks that differ in the
         grid's second index alone are one cluster, of eight at most.
 
-        Since SM90 a launch may begin before the one before it has ended: kernels wait by themselves (`await_previous`).
+        A launch may begin before the one before it has ended (`overlaps_launches`): kernels wait by themselves
+        (`await_previous`).
         """
         values = (tuple(arguments), tuple(_ARGUMENT_TYPES[kind] for kind in kernel.signature))
-        size = kernel.shared_bytes
-        if not self.has_clusters:
+        size, attributes = kernel.shared_bytes, self._attributes(grid, is_cluster=is_cluster)
+        if not attributes:
             self._call("cuLaunchKernel", kernel.function, *grid, threads, 1, 1, size, self.stream, values, 0)
             return
         config = self._driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes, config.hStream = size, self.stream
-        attributes = [self._attribute("PROGRAMMATIC_STREAM_SERIALIZATION")]
-        attributes[0].value.programmaticStreamSerializationAllowed = 1
-        if is_cluster:
-            attributes.append(self._attribute("CLUSTER_DIMENSION"))
-            shape = attributes[1].value.clusterDim
-            shape.x, shape.y, shape.z = 1, grid[1], 1
         config.attrs, config.numAttrs = attributes, len(attributes)
         self._call("cuLaunchKernelEx", config, kernel.function, values, 0)
+
+    def _attributes(self, grid: tuple[int, int, int], *, is_cluster: bool) -> list[Any]:
+        attributes = []
+        if self.overlaps_launches:
+            attributes.append(self._attribute("PROGRAMMATIC_STREAM_SERIALIZATION"))
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        if is_cluster:
+            attributes.append(self._attribute("CLUSTER_DIMENSION"))
+            shape = attributes[-1].value.clusterDim
+            shape.x, shape.y, shape.z = 1, grid[1], 1
+        return attributes
 
     def _attribute(self, name: str) -> Any:
         attribute = self._driver.CUlaunchAttribute()
