@@ -60,6 +60,7 @@ class Rows(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.engine, self.script = shared(self.kind)
+        self.script._lengths = (MAX_DRAFTS,)
         self.requests: dict[int, int] = {}
         self.tokens: dict[int, list[int]] = {}
 
