@@ -188,7 +188,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     const int start = min(max(__ldcg(starts + b), 0), L);
     const Span span(start, split);
     const size_t from = ((size_t)(__ldcg(slots + b) * HKV + head) * L + span.first_tile * 16) * D;
-    const int count = min(span.end_tile * 16, start) - span.first_tile * 16;
+    const int most = 65536 / (D * (int)sizeof(kv_t));  // more would be gone again before it is read
+    const int count = min(min(span.end_tile * 16, start) - span.first_tile * 16, most);
     if (count > 0) {
       prefetch(cache_k + from, count * D * sizeof(kv_t));
       prefetch(cache_v + from, count * D * sizeof(kv_t));
