@@ -103,19 +103,18 @@ async def test_an_exception_of_a_step_loses_its_rows_and_the_engine_goes_on():
     await handle.close()
 
 
-class _CannotClear(WatchedExecutor):
-    num_left = 1
-
-    def clear(self, slot):
-        if self.num_left:
-            self.num_left -= 1
-            raise MemoryError("no room for row state")
-        self._inner.clear(slot)
-
-
 async def test_an_exception_while_a_row_is_added_refuses_that_row_and_frees_its_slot():
     engine = tiny_engine(1, 3)
-    watch(engine, _CannotClear)
+    table, failures = engine._rows, [MemoryError("no room for row state")]
+    add = table.add
+
+    def add_and_fail_once(*given):
+        row = add(*given)
+        if failures:
+            raise failures.pop()
+        return row
+
+    table.add = add_and_fail_once
     handle = ThreadEngineHandle(engine)
     handle.add(1, greedy(PROMPTS[0], 8))
     (refused,) = (await next_event(handle)).updates
