@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from edgellm_worker.engine.runtime.cuda import Cuda, Kernel
 from edgellm_worker.engine.runtime.packed_weights import STEP, TILE_ROWS
+from edgellm_worker.engine.runtime.scratch import Scratch
 
 Launch = Callable[[], None]
 
@@ -77,15 +78,14 @@ class Operands:
 
 
 class PackedLinear:
-    """Scratch for partial sums is shared by the calls prepared for a stream: they run one at a time. It is as large as
-    a variant can ever need, so that one allocation serves products of every shape.
+    """Scratch for partial sums is as large as a variant can ever need, so that one allocation serves products of every
+    shape.
     """
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._kernels: dict[Variant, tuple[Kernel, int]] = {}
-        self._partial: list[tuple[int, int, int]] = []
-        self._arrived: list[tuple[int, int, int]] = []
+        self._partial, self._arrived = Scratch(cuda), Scratch(cuda)
 
     def prepare(self, operands: Operands, *, is_fp4: bool) -> Launch:
         variant = variant_for(operands.m, is_fp4=is_fp4)
@@ -93,8 +93,8 @@ class PackedLinear:
         tiles = -(-operands.n // _ROWS_PER_BLOCK) * -(-operands.m // variant.rows)
         units = tiles * -(-operands.k // STEP)
         blocks = max(1, min(resident, units // _LEAST_UNITS))
-        partial = self._place(self._partial, resident * variant.partial_bytes)
-        arrived = self._place(self._arrived, 4 * tiles)
+        partial = self._partial.place(resident * variant.partial_bytes)
+        arrived = self._arrived.place(4 * tiles)
         pointers = (operands.x, operands.weight, operands.scales, operands.bias, operands.y, partial, arrived)
         run, longer = divmod(units, blocks)
         arguments = (*pointers, operands.m, operands.n, operands.k, run, longer, operands.factor)
@@ -107,12 +107,3 @@ class PackedLinear:
             kernel = module.kernel("packed_linear", "p" * 7 + "iiiiif", variant.num_stages * variant.stage_bytes)
             self._kernels[variant] = (kernel, self._cuda.resident_blocks(kernel, _THREADS))
         return self._kernels[variant]
-
-    def _place(self, kept: list[tuple[int, int, int]], num_bytes: int) -> int:
-        """Zeros at first. Addresses stay: captured graphs hold them."""
-        stream = int(self._cuda.stream)
-        for its_stream, size, pointer in kept:
-            if its_stream == stream and size >= num_bytes:
-                return pointer
-        kept.append((stream, num_bytes, self._cuda.allocate(num_bytes, zero=True)))
-        return kept[-1][2]

@@ -18,6 +18,7 @@ from edgellm_worker.engine.ops.graph import KERNEL_OPS, Dtype, Node, Op, Value
 from edgellm_worker.engine.runtime.attention_split import STEP_ROWS, TILE, AttentionSplit
 from edgellm_worker.engine.runtime.cuda import Cuda, Kernel
 from edgellm_worker.engine.runtime.packed_linear import Operands, PackedLinear
+from edgellm_worker.engine.runtime.scratch import Scratch
 from edgellm_worker.engine.runtime.tensorrt_layout import HeadChain, is_step
 from edgellm_worker.engine.runtime.tensorrt_place import Binding, Control, Mode, Place
 from edgellm_worker.engine.runtime.tensorrt_products import Products
@@ -33,9 +34,7 @@ _CANDIDATES_PER_BLOCK = 4096
 
 
 class Kernels:
-    """Compiles each kernel once per set of macros. Scratch of split work is shared by the calls prepared for a stream:
-    they run one at a time.
-    """
+    """Compiles each kernel once per set of macros."""
 
     def __init__(self, cuda: Cuda, weights: WeightStore) -> None:
         self._cuda = cuda
@@ -45,7 +44,7 @@ class Kernels:
         self._rows = RowKernels(cuda, weights, self._row_kernel)
         self.products = Products(cuda, weights, self.kernel)
         self._packed = PackedLinear(cuda)
-        self._scratch: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self._partial, self._arrived = Scratch(cuda), Scratch(cuda)
 
     def kernel(self, file: str, name: str, signature: str, macros: dict[str, int], shared_bytes: int = 0) -> Kernel:
         key = (file, name, tuple(sorted(macros.items())))
@@ -136,7 +135,7 @@ class Kernels:
         macros["KV_FP8"] = int(cache_k.dtype is Dtype.FP8)
         shared = (q_rows + TILE) * (dim + 8) * 2 + q_rows * ((TILE + 4) * 4 + (TILE + 8) * 2 + 12) + 16
         kernel = self.kernel("attend", "attend", "p" * 10 + "iiiifff", macros, shared)
-        partial, arrived = self._split_scratch(split.cells, split.bytes_per_cell)
+        partial, arrived = self._split_scratch(split)
         values = place.heads(v)
         pointers = [place.pointer(q), place.pointer(k), values.pointer]
         pointers += [place.pointer(value) for value in (cache_k, cache_v, start)]
@@ -159,7 +158,7 @@ class Kernels:
         macros["WARPS"] = warps
         shared = _step_bytes(dim, warps)
         kernel = self.kernel("attend_step", "attend_step", "p" * 14 + "i" * 7 + "fffff", macros, shared)
-        partial, arrived = self._split_scratch(split.cells, split.bytes_per_cell)
+        partial, arrived = self._split_scratch(split)
         heads = [place.heads(value) for value in (query.source, key.source, v)]
         angles = query.rotary.inputs[1:] if query.rotary is not None else ()
         pointers = [one.pointer for one in heads]
@@ -178,14 +177,8 @@ class Kernels:
             return 0
         return self._weights.vector(WeightGroup((chain.norm.weights[0],), is_matrix=False))
 
-    def _split_scratch(self, cells: int, bytes_per_cell: int) -> tuple[int, int]:
-        need, stream = cells * max(bytes_per_cell, 4), int(self._cuda.stream)
-        for (its_stream, num_bytes, num_cells), scratch in self._scratch.items():
-            if its_stream == stream and num_bytes >= need and num_cells >= cells:
-                return scratch
-        made = (self._cuda.allocate(need), self._cuda.allocate(4 * cells, zero=True))
-        self._scratch[stream, need, cells] = made
-        return made
+    def _split_scratch(self, split: AttentionSplit) -> tuple[int, int]:
+        return self._partial.place(split.num_bytes), self._arrived.place(4 * split.cells)
 
     def conv_commit(self, node: Node, place: Place) -> Launch | None:
         """Folding the *last* pass is causal_conv's work; only a prefill chunk's own end is a call."""
@@ -267,7 +260,7 @@ class Kernels:
         for per_thread in _PIECES:
             parts = -(-vocab // (256 * per_thread))
             if count <= 256 and parts * count <= _CANDIDATES_PER_BLOCK:
-                found, _ = self._split_scratch(rows, 8 * parts * (count + 1))
+                found = self._partial.place(rows * 8 * parts * (count + 1))
                 macros = {"K": count, "PER": per_thread, "PARTS": parts}
                 return _Pieces(macros, rows, vocab, found, found + 8 * rows * parts * count)
         raise BuildError(f"top_k: {count} candidates of {vocab} scores are too many")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from edgellm_worker.engine.build.segments import Segment
 from edgellm_worker.engine.runtime.cuda import Cuda, Kernel
+from edgellm_worker.engine.runtime.scratch import Scratch
 from edgellm_worker.engine.runtime.tensorrt_layout import is_own_product
 from edgellm_worker.engine.runtime.tensorrt_place import Place
 from edgellm_worker.engine.runtime.tensorrt_weights import WeightStore
@@ -30,14 +31,16 @@ _LEAST_CHUNKS = 4  # of a block: a shorter share of the depth costs more than it
 
 @dataclass(slots=True)
 class Products:
-    """`kernel` compiles once per set of macros. Scratch for shared depths is one for a stream: its calls run one at
-    a time.
-    """
+    """`kernel` compiles once per set of macros."""
 
     cuda: Cuda
     weights: WeightStore
     kernel: CompileKernel
-    _scratch: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
+    _partial: Scratch = field(init=False)
+    _arrived: Scratch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._partial, self._arrived = Scratch(self.cuda), Scratch(self.cuda)
 
     def prepare(self, segment: Segment, place: Place) -> Launch | None:
         """-> what launches the segment's only product, with the activation behind it that `place.layout` gave to it;
@@ -54,7 +57,8 @@ class Products:
         is_cluster = self.cuda.has_clusters and splits > 1
         partial, arrived = (0, 0)
         if splits > 1 and not is_cluster:
-            partial, arrived = self._split_scratch(blocks, 4 * splits * tiles * 8 * _COLUMNS)
+            partial = self._partial.place(blocks * 4 * splits * tiles * 8 * _COLUMNS)
+            arrived = self._arrived.place(4 * blocks)
         stage_bytes = (_COLUMNS + tiles * 8) * _CHUNK * 2
         most_bytes = _ALONE_BYTES if splits == 1 else _SHARING_BYTES
         chunks = -(-depth // (_CHUNK * splits))
@@ -66,15 +70,6 @@ class Products:
         pointers = (place.pointer(segment.inputs[0]), self.weights.inputs(group)[""], place.heads(out).pointer)
         arguments = (*pointers, partial, arrived, rows, width, depth)
         return lambda: self.cuda.run(kernel, (blocks, splits, 1), _THREADS, arguments, is_cluster=is_cluster)
-
-    def _split_scratch(self, blocks: int, bytes_per_block: int) -> tuple[int, int]:
-        need, stream = blocks * bytes_per_block, int(self.cuda.stream)
-        for (its_stream, num_bytes, num_blocks), scratch in self._scratch.items():
-            if its_stream == stream and num_bytes >= need and num_blocks >= blocks:
-                return scratch
-        made = (self.cuda.allocate(need), self.cuda.allocate(4 * blocks, zero=True))
-        self._scratch[stream, need, blocks] = made
-        return made
 
     def _splits(self, blocks: int, depth: int) -> int:
         """How many blocks share the depth: as many as the GPU holds at once, as long as each has enough to read. Not by
