@@ -6,8 +6,13 @@ import logging
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import structlog
+
+# How long it takes to draw an input is the machine's business: with a process per core another one may hold it up.
+hypothesis.settings.register_profile("shared", suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("shared")
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the suite's processes share the cores; numpy is not loaded yet
 
